@@ -1,0 +1,40 @@
+# Every target sets up what it needs in .venv. `make demo` and `make test` are the two to know.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# torch==X takes the CPU build where one is at hand; a range would pull gigabytes of CUDA libraries.
+TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+.PHONY: demo test test-long check format serve clean
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu" --timeout 1800 $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+serve: $(STAMP)
+	$(BIN)/flashwire-serve $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@

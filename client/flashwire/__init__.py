@@ -1,0 +1,1 @@
+"""Attention as a compute endpoint: the client."""

@@ -1,0 +1,1 @@
+"""Exact attention, forward and backward, as a library."""

@@ -1,0 +1,1 @@
+"""The service: HTTP in front, compute behind. `flashwire-serve` starts it."""

@@ -1,0 +1,1 @@
+"""The compute process. Only here does the service import torch."""

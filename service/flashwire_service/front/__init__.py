@@ -1,0 +1,1 @@
+"""The front end: HTTP. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""Frames and memory between the service's processes."""

@@ -1,0 +1,133 @@
+"""The frames between processes, typed. One packet is one frame; a descriptor may ride along.
+
+Times are CLOCK_MONOTONIC seconds: one clock for every process of the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgpack
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where a tensor lies in a job's body: header, and (offset, length) of each piece of its data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    segments: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Work for a worker. The body is `body` when small, else the memfd that rides along.
+
+    tensors   by the name of their place in the message: "q", "request.q", "mine.dq"
+    options   validated by the front end, defaults omitted
+    accept    "msgpack" or "json": the form of the reply's body
+    owner     digest of the caller's key, "" without keys
+    """
+
+    kind: ClassVar[str] = "job"
+    id: int
+    route: str  # "attention", "backward", "check", "release"
+    options: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, TensorSlot] = field(default_factory=dict)
+    size: int = 0
+    body: bytes | None = None
+    owner: str = ""
+    accept: str = "msgpack"
+    received: float = 0.0
+    deadline: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The caller of this job has left, or its deadline has passed: drop it, or drop its reply."""
+
+    kind: ClassVar[str] = "cancel"
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker has computed a real answer on its device and takes jobs. `facts` feed /info."""
+
+    kind: ClassVar[str] = "hello"
+    worker: int
+    pid: int
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The HTTP body of a good reply: `body` when small, else `size` bytes of the memfd."""
+
+    kind: ClassVar[str] = "reply"
+    id: int
+    size: int
+    body: bytes | None = None
+    backend: str = ""
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+    residual_bytes: int = 0  # held by the worker now, after this job
+    queue_depth: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A job that ends in an error of the service's table (errors.py)."""
+
+    kind: ClassVar[str] = "failure"
+    id: int
+    code: str
+    detail: str
+    field: str | None = None
+    reasons: tuple[str, ...] = ()
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach:
+    """From the supervisor: the socket that rides along leads to `peer` (a worker's index, a front)."""
+
+    kind: ClassVar[str] = "attach"
+    peer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """From the supervisor: take no new work, finish what is there, end."""
+
+    kind: ClassVar[str] = "drain"
+    grace: float
+
+
+Frame = Job | Cancel | Hello | Reply | Failure | Attach | Drain
+_KINDS: dict[str, type[Any]] = {
+    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Attach, Drain)
+}
+
+
+def encode(frame: Frame) -> bytes:
+    """A frame as one packet."""
+    values = {f.name: getattr(frame, f.name) for f in dataclasses.fields(frame)}
+    if isinstance(frame, Job):
+        values["tensors"] = {
+            name: (t.dtype, t.shape, t.segments) for name, t in frame.tensors.items()
+        }
+    packed: bytes = msgpack.packb({"kind": frame.kind, **values})
+    return packed
+
+
+def decode(packet: bytes) -> Frame:
+    """The frame of a packet. Packets come from our own processes: a bad one is a bug, and raises."""
+    values = msgpack.unpackb(packet, use_list=False, strict_map_key=False)
+    frame_type = _KINDS[values.pop("kind")]
+    if frame_type is Job:
+        values["tensors"] = {name: TensorSlot(*slot) for name, slot in values["tensors"].items()}
+    frame: Frame = frame_type(**values)
+    return frame

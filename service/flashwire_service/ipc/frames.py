@@ -14,7 +14,7 @@ import msgpack
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where a tensor lies in a job's body: header, and (offset, length) of each piece of its data."""
+    """A tensor in a job's body: its header, and (offset, length) of each piece of its data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach:
-    """From the supervisor: the socket that rides along leads to `peer` (a worker's index, a front)."""
+    """From the supervisor: the socket that rides along leads to `peer`, a worker or a front."""
 
     kind: ClassVar[str] = "attach"
     peer: int
@@ -124,7 +124,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(packet: bytes) -> Frame:
-    """The frame of a packet. Packets come from our own processes: a bad one is a bug, and raises."""
+    """The frame of a packet. Packets come from our own processes: a bad one is a bug: it raises."""
     values = msgpack.unpackb(packet, use_list=False, strict_map_key=False)
     frame_type = _KINDS[values.pop("kind")]
     if frame_type is Job:

@@ -1,0 +1,288 @@
+"""Every setting of the service once: its name, default and meaning.
+
+Each is read from its flag (`--grace-s`), else from its variable (`FLASHWIRE_GRACE_S`), else it has
+its default. Secrets have a variable only: a command line is visible to all users of a machine.
+`load` reports every mistake at once, before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import ipaddress
+import math
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+PREFIX = "FLASHWIRE_"
+_UNITS = {"": 1, "k": 2**10, "ki": 2**10, "m": 2**20, "mi": 2**20, "g": 2**30, "gi": 2**30}
+
+
+class SettingsError(ValueError):
+    """The settings make no service. `mistakes` has one line for each, naming the setting."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = mistakes
+        super().__init__("\n".join(mistakes))
+
+
+def _text(value: str) -> str:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
+def _flag(value: str) -> bool:
+    word = value.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"must be true or false, got {value!r}")
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        if not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
+            raise ValueError(f"must be an integer, got {value!r}")
+        if not low <= int(value) <= high:
+            raise ValueError(f"must be from {low} to {high}, got {value.strip()}")
+        return int(value)
+
+    return parse
+
+
+def _size(low: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        match = re.fullmatch(r"\s*([0-9]{1,18})\s*([kmg]i?)?b?\s*", value.lower())
+        if not match:
+            raise ValueError(f"must be a number of bytes such as 67108864 or 64MiB, got {value!r}")
+        size = int(match[1]) * _UNITS[match[2] or ""]
+        if size < low:
+            raise ValueError(f"must be at least {low} bytes, got {value.strip()}")
+        return size
+
+    return parse
+
+
+def _seconds(low: float) -> Callable[[str], float]:
+    def parse(value: str) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            raise ValueError(f"must be a number of seconds, got {value!r}") from None
+        if not math.isfinite(seconds) or seconds < low:
+            raise ValueError(f"must be at least {low:g} seconds, got {value.strip()}")
+        return seconds
+
+    return parse
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
+    return value
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value.lower() not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}, got {value!r}")
+        return value.lower()
+
+    return parse
+
+
+def _origins(value: str) -> tuple[str, ...]:
+    origins = tuple(o.strip().rstrip("/") for o in value.split(",") if o.strip())
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^\s/?#]+", origin):
+            raise ValueError(f"must be origins such as https://example.org, got {origin!r}")
+    return origins
+
+
+def _key_digests(value: str) -> tuple[bytes, ...]:
+    keys = [k.strip() for k in value.split(",") if k.strip()]
+    for number, key in enumerate(keys, start=1):
+        if not re.fullmatch(r"[\x21-\x7e]{8,512}", key):
+            raise ValueError(f"key {number} must be 8 to 512 printable ASCII characters, no spaces")
+    if value and not keys:
+        raise ValueError("names no key")
+    return tuple(hashlib.sha256(k.encode()).digest() for k in keys)
+
+
+def _signing_key(value: str) -> bytes:
+    if len(value) < 16:
+        raise ValueError("must have at least 16 characters")
+    return hashlib.sha256(value.encode()).digest()
+
+
+def machine_signing_key() -> bytes:
+    """A key that is the same after a restart on the same machine, and differs between machines."""
+    identity = [socket.gethostname()]
+    for source in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        path = Path(source)
+        if path.is_file():
+            identity.append(path.read_text(encoding="utf-8", errors="replace").strip())
+    return hashlib.sha256("\0".join(["flashwire residual ids", *identity]).encode()).digest()
+
+
+def _setting(
+    default: Any, parse: Callable[[str], Any], meaning: str, *, secret: bool = False
+) -> Any:
+    metadata = {"parse": parse, "meaning": meaning, "secret": secret}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of one service, read once. Sizes in bytes; `_s` seconds, `_ms` milliseconds."""
+
+    host: str = _setting("127.0.0.1", _text, "address to listen on")
+    port: int = _setting(8000, _integer(0, 65535), "port to listen on; 0 takes a free one")
+    device: str = _setting("auto", _device, "where to compute: auto, cpu, cuda or cuda:N")
+    threads: int = _setting(0, _integer(0, 1024), "CPU threads of a worker; 0: its share of cores")
+    workers: int = _setting(1, _integer(1, 64), "compute processes, one for each device")
+    frontends: int = _setting(1, _integer(1, 64), "HTTP processes")
+    max_body_bytes: int = _setting(2**30, _size(1024), "largest request body")
+    max_header_bytes: int = _setting(32 * 2**10, _size(1024), "largest HTTP request head")
+    min_upload_rate: int = _setting(
+        16 * 2**10, _size(0), "bytes per second that an upload must keep up; 0: any"
+    )
+    queue_requests: int = _setting(64, _integer(1, 10**6), "requests a worker lets wait")
+    queue_bytes: int = _setting(4 * 2**30, _size(1024), "bytes of requests a worker lets wait")
+    max_timeout_ms: int = _setting(
+        300_000, _integer(1, 86_400_000), "longest wait for queue and compute; also the default"
+    )
+    residual_ttl_s: float = _setting(600.0, _seconds(0.1), "life of a saved forward")
+    residual_bytes: int = _setting(2 * 2**30, _size(0), "bytes of saved forwards a worker holds")
+    max_materialise_bytes: int = _setting(
+        2 * 2**30, _size(1024), "largest L x L intermediate of the reference and of checks"
+    )
+    keep_alive_s: float = _setting(75.0, _seconds(0.1), "how long an idle connection stays open")
+    grace_s: float = _setting(30.0, _seconds(0), "how long a stop waits for requests in flight")
+    api_keys: tuple[bytes, ...] = _setting(
+        (), _key_digests, "keys that callers must send, separated by commas", secret=True
+    )
+    signing_key: bytes = _setting(
+        machine_signing_key, _signing_key, "key of residual ids; by default this machine's own",
+        secret=True,
+    )  # fmt: skip
+    allow_open: bool = _setting(False, _flag, "listen beyond this machine without any key")
+    cors_origins: tuple[str, ...] = _setting(
+        (), _origins, "web origins that browsers may call from, separated by commas"
+    )
+    log_level: str = _setting(
+        "info", _choice("debug", "info", "warning", "error"), "least severe message to log"
+    )
+
+    def accepts_key(self, key: str) -> bool:
+        """Whether `key` is one of the configured keys. Its time does not tell which was close."""
+        digest = key_digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self.api_keys]
+        return any(matches)
+
+    def to_bytes(self) -> bytes:
+        """For a child process. Holds digests and the signing key: pass it by a descriptor."""
+        packed: bytes = msgpack.packb({row.name: getattr(self, row.name) for row in table()})
+        return packed
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> Settings:
+        """The settings that `to_bytes` packed."""
+        return cls(**msgpack.unpackb(packed, use_list=False))
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of a caller's key: its SHA-256."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table of settings. `flag` is None for a secret."""
+
+    name: str
+    flag: str | None
+    variable: str
+    default: Any
+    meaning: str
+    parse: Callable[[str], Any]
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+
+def table() -> Iterator[Row]:
+    """The rows of the table of settings, in the order of `Settings`."""
+    for field in dataclasses.fields(Settings):
+        meta = field.metadata
+        yield Row(
+            name=field.name,
+            flag=None if meta["secret"] else "--" + field.name.replace("_", "-"),
+            variable=PREFIX + field.name.upper(),
+            default=field.default,
+            meaning=meta["meaning"],
+            parse=meta["parse"],
+        )
+
+
+def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+    """The settings of these flags (by setting name) and environment variables.
+
+    Raises SettingsError with every mistake.
+    """
+    values: dict[str, Any] = {}
+    mistakes: list[str] = []
+    for row in table():
+        if row.flag is not None and row.name in flags:
+            source, given = row.flag, flags[row.name]
+        elif row.variable in environ:
+            source, given = row.variable, environ[row.variable]
+        else:
+            continue
+        try:
+            values[row.name] = row.parse(given)
+        except ValueError as exc:
+            mistakes.append(f"{source}: {exc}")
+    if not mistakes:
+        settings = Settings(**values)
+        mistakes = _contradictions(settings)
+        if not mistakes:
+            return settings
+    raise SettingsError(mistakes)
+
+
+def _contradictions(settings: Settings) -> list[str]:
+    """Settings that are right alone and wrong together."""
+    wrong = []
+    if not settings.api_keys and not settings.allow_open and not _is_loopback(settings.host):
+        wrong.append(
+            f"--host: {settings.host} is reachable from other machines and no key is set: "
+            f"set {PREFIX}API_KEYS, or give --allow-open to let everyone in"
+        )
+    if settings.queue_bytes < settings.max_body_bytes:
+        wrong.append(
+            f"--queue-bytes: {settings.queue_bytes} is less than one request of "
+            f"--max-body-bytes ({settings.max_body_bytes})"
+        )
+    return wrong
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: what it resolves to may change
+        return False

@@ -123,7 +123,7 @@ def encode(frame: Frame) -> bytes:
     return packed
 
 
-def decode(packet: bytes) -> Frame:
+def decode(packet: bytes | memoryview) -> Frame:
     """The frame of a packet. Packets come from our own processes: a bad one is a bug: it raises."""
     values = msgpack.unpackb(packet, use_list=False, strict_map_key=False)
     frame_type = _KINDS[values.pop("kind")]

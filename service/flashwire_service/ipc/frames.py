@@ -91,8 +91,23 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """From the supervisor, a child's first frame: who it is. For a front the listening socket
+    rides along, for a worker the page of its heartbeat.
+    """
+
+    kind: ClassVar[str] = "start"
+    index: int
+    parent: int
+    settings: bytes  # Settings.to_bytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attach:
-    """From the supervisor: the socket that rides along leads to `peer`, a worker or a front."""
+    """From the supervisor: the socket that rides along leads to `peer`, a worker or a front.
+
+    It replaces the one to the same peer that came before: that process is gone.
+    """
 
     kind: ClassVar[str] = "attach"
     peer: int
@@ -106,9 +121,9 @@ class Drain:
     grace: float
 
 
-Frame = Job | Cancel | Hello | Reply | Failure | Attach | Drain
+Frame = Job | Cancel | Hello | Reply | Failure | Start | Attach | Drain
 _KINDS: dict[str, type[Any]] = {
-    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Attach, Drain)
+    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Start, Attach, Drain)
 }
 
 

@@ -103,6 +103,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """To the supervisor, once: this child now serves. `facts` are for the log."""
+
+    kind: ClassVar[str] = "ready"
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attach:
     """From the supervisor: the socket that rides along leads to `peer`, a worker or a front.
 
@@ -121,9 +129,9 @@ class Drain:
     grace: float
 
 
-Frame = Job | Cancel | Hello | Reply | Failure | Start | Attach | Drain
+Frame = Job | Cancel | Hello | Reply | Failure | Start | Ready | Attach | Drain
 _KINDS: dict[str, type[Any]] = {
-    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Start, Attach, Drain)
+    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Start, Ready, Attach, Drain)
 }
 
 

@@ -1,0 +1,338 @@
+"""The life and death of the service's processes. Standard library and frames only.
+
+The supervisor binds the port, starts workers and front ends, gives every front end a socket to
+every worker, and replaces what dies or hangs. It sees no request. One thread, one loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashwire_service.ipc.channel import ChannelClosed, socketpair
+from flashwire_service.ipc.frames import Attach, Drain, Failure, Ready
+from flashwire_service.ipc.heartbeat import Heartbeat
+from flashwire_service.logs import Log
+from flashwire_service.process import Child
+from flashwire_service.settings import Settings
+
+WORKER = "flashwire_service.compute.worker"
+FRONT = "flashwire_service.front.server"
+BACKLOG = 1024
+LOOK_S = 0.25  # how often children are judged
+START_LIMIT_S = 180.0  # from birth to ready; importing torch from a cold disk is slow
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the nth replacement in a row
+HEALTHY_S = 30.0  # a child that was ready this long before it died starts a new row
+GIVE_UP = 5  # deaths in a row, none of them ever ready
+END_S = 2.0  # from being told to end to SIGKILL
+FORCED = 128  # + the signal's number
+FRONT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # numpy would start a pool it never uses
+
+_ADDRESS_ERRORS = {
+    errno.EADDRINUSE: (os.EX_UNAVAILABLE, "is in use"),
+    errno.EACCES: (os.EX_NOPERM, "needs a privilege that this user lacks"),
+}
+
+
+class Fatal(Exception):
+    """The service cannot go on: one line for the operator, and the exit code."""
+
+    def __init__(self, code: int, line: str) -> None:
+        super().__init__(line)
+        self.code = code
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT. The exit code is 0 after a drain, else
+
+    EX_UNAVAILABLE  the port is in use        EX_NOPERM    it needs a privilege
+    EX_NOHOST       no such local address     EX_CONFIG    the device is not there
+    EX_SOFTWARE     a child cannot be started 128 + N      a second signal N forced the end
+
+    and one line on stderr says why.
+    """
+    try:
+        with listen(settings.host, settings.port) as listener, _signals() as signals:
+            print(f"flashwire: listening on {url(listener)}", flush=True)
+            return Supervisor(settings, listener, signals).run()
+    except Fatal as e:
+        print(f"flashwire-serve: {e}", file=sys.stderr, flush=True)
+        return e.code
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises Fatal."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as e:
+        raise Fatal(os.EX_NOHOST, f"cannot listen on {host}: {e.strerror}") from e
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as e:
+        sock.close()
+        code, why = _ADDRESS_ERRORS.get(e.errno or 0, (os.EX_NOHOST, f"{e.strerror}"))
+        raise Fatal(code, f"cannot listen: port {port} of {host} {why}") from e
+    sock.setblocking(False)
+    return sock
+
+
+def url(listener: socket.socket) -> str:
+    """Where to reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """A socket from which the numbers of caught signals are read, as the loop comes to it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        before = {number: signal.signal(number, lambda *_: None) for number in caught}
+        before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours
+        finally:
+            signal.set_wakeup_fd(before_fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class Place:
+    """A child's place: who is in it now, and how its predecessors fared."""
+
+    role: str  # "worker" or "front"
+    index: int
+    child: Child | None = None
+    heartbeat: Heartbeat | None = None  # of a worker
+    ready_since: float | None = None
+    ever_ready: bool = False
+    deaths: int = 0  # in a row
+    not_before: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+class Supervisor:
+    """The loop over all places. `signals` yields the bytes of caught signal numbers."""
+
+    def __init__(self, settings: Settings, listener: socket.socket, signals: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._signals = signals
+        self._log = Log("supervisor", settings.log_level)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._workers = [Place("worker", i) for i in range(settings.workers)]
+        self._fronts = [Place("front", i) for i in range(settings.frontends)]
+        self._stopping = False
+
+    def run(self) -> int:
+        """Until told to stop, then drain. Returns the exit code; raises Fatal. Leaves no child."""
+        try:
+            while not self._stopping:
+                self._fill_places(time.monotonic())
+                self._wait(LOOK_S)
+                self._judge(time.monotonic())
+            return self._drain()
+        finally:
+            self._kill_all()
+            self._selector.close()
+
+    # Births
+
+    def _fill_places(self, now: float) -> None:
+        for place in (*self._workers, *self._fronts):
+            if place.child is None and now >= place.not_before:
+                self._start(place)
+
+    def _start(self, place: Place) -> None:
+        if place.role == "worker":
+            place.heartbeat = Heartbeat.create()
+            module, environment = WORKER, worker_environment(self._settings)
+            fd, peers = place.heartbeat.memory.fd, self._fronts
+        else:
+            module, environment = FRONT, FRONT_ENVIRONMENT
+            fd, peers = self._listener.fileno(), self._workers
+        try:
+            child = Child(module, place.index, self._settings, fd, environment)
+        except OSError as e:  # the system has no process or memory to give, for now
+            self._failed(place, time.monotonic(), reason=f"cannot be started: {e.strerror}")
+            return
+        place.child, place.ready_since = child, None
+        self._selector.register(child.control, selectors.EVENT_READ, place)
+        self._log.info("started", child=place.name, pid=child.pid)
+        for peer in peers:
+            _connect(place, peer)
+
+    # What happens
+
+    def _wait(self, timeout: float) -> None:
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                self._take_signals()
+            else:
+                self._listen_to(key.data)
+
+    def _take_signals(self) -> None:
+        for number in self._signals.recv(4096):
+            if number == signal.SIGCHLD:
+                continue  # only to wake up: the dead are found by looking
+            if self._stopping:
+                raise Fatal(FORCED + number, "stopped at once by a second signal")
+            self._log.info("stopping", signal=signal.Signals(number).name)
+            self._stopping = True
+
+    def _listen_to(self, place: Place) -> None:
+        child = place.child
+        if child is None:
+            return
+        try:
+            while (got := child.control.try_recv()) is not None:
+                frame = got[0]
+                if isinstance(frame, Ready):
+                    place.ready_since, place.ever_ready = time.monotonic(), True
+                    self._log.info("ready", child=place.name, pid=child.pid, **frame.facts)
+                elif isinstance(frame, Failure):
+                    raise Fatal(os.EX_CONFIG, frame.detail)
+        except ChannelClosed:  # it is dying, and its death will be seen
+            self._selector.unregister(child.control)
+            child.control.close()
+
+    # Deaths
+
+    def _judge(self, now: float) -> None:
+        for place in (*self._workers, *self._fronts):
+            if place.child is None:
+                continue
+            if (code := place.child.exit_code) is not None:
+                self._bury(place, place.child, code, now)
+            elif complaint := _complaint(place, place.child, now):
+                self._log.error("hung", child=place.name, pid=place.child.pid, why=complaint)
+                place.child.kill()
+
+    def _bury(self, place: Place, child: Child, code: int, now: float) -> None:
+        if not child.control.closed:
+            self._listen_to(place)  # its last words
+        self._failed(place, now, reason=f"exit code {code}", pid=child.pid)
+
+    def _failed(self, place: Place, now: float, **why: object) -> None:
+        """Make room for a replacement, later when its predecessors failed too."""
+        healthy = place.ready_since is not None and now - place.ready_since >= HEALTHY_S
+        place.deaths = 1 if healthy else place.deaths + 1
+        wait = BACKOFF_S[min(place.deaths, len(BACKOFF_S)) - 1]
+        place.not_before = now + wait
+        self._forget(place)
+        if self._stopping:
+            return
+        self._log.warning("died", child=place.name, **why, restart_in_s=wait)
+        if not place.ever_ready and place.deaths >= GIVE_UP:
+            line = f"{place.name} failed {place.deaths} times and was never ready"
+            raise Fatal(os.EX_SOFTWARE, line)
+
+    def _forget(self, place: Place) -> None:
+        child, place.child, place.ready_since = place.child, None, None
+        if child is not None and not child.control.closed:
+            self._selector.unregister(child.control)
+            child.control.close()
+        if place.heartbeat is not None:
+            place.heartbeat.close()
+            place.heartbeat = None
+
+    # The end
+
+    def _drain(self) -> int:
+        """Fronts finish what is in flight, then workers end. Whoever overstays is killed."""
+        self._listener.close()
+        grace = self._settings.grace_s
+        self._end(self._fronts, Drain(grace=grace), grace + END_S)
+        self._end(self._workers, Drain(grace=0.0), END_S)
+        self._log.info("stopped")
+        return 0
+
+    def _end(self, places: list[Place], order: Drain, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        for place in places:
+            if place.child is not None:
+                place.child.tell(order)
+        while any(place.child for place in places) and time.monotonic() < deadline:
+            self._wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+            self._judge(time.monotonic())
+        for place in places:
+            if place.child is not None:
+                self._log.warning("overstayed", child=place.name, pid=place.child.pid)
+                place.child.kill()
+
+    def _kill_all(self) -> None:
+        places = [p for p in (*self._fronts, *self._workers) if p.child is not None]
+        for place in places:
+            if place.child is not None:
+                place.child.kill()
+        for place in places:
+            if place.child is not None:
+                place.child.join(END_S)
+            self._forget(place)
+
+
+def _connect(a: Place, b: Place) -> None:
+    """Give two living children the ends of a new socket."""
+    if a.child is None or b.child is None:
+        return
+    end_a, end_b = socketpair()
+    with end_a, end_b:
+        a.child.tell(Attach(peer=b.index), end_a.fileno())
+        b.child.tell(Attach(peer=a.index), end_b.fileno())
+
+
+def _complaint(place: Place, child: Child, now: float) -> str | None:
+    """Why a living child must be replaced, or None."""
+    if place.ready_since is None and now - child.started > START_LIMIT_S:
+        return f"not ready {START_LIMIT_S:.0f} s after its start"
+    return place.heartbeat.complaint(now) if place.heartbeat else None
+
+
+def worker_environment(settings: Settings) -> dict[str, str]:
+    """Thread counts and wait policy, which OpenMP and MKL read once, when torch is loaded.
+
+    Passive: an idle thread that spins would steal a core from the front ends.
+    """
+    threads = str(worker_threads(settings))
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+    }
+
+
+def worker_threads(settings: Settings) -> int:
+    """As set, else the worker's share of the cores that this process may use."""
+    return settings.threads or max(1, usable_cores() // settings.workers)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
+        with open("/sys/fs/cgroup/cpu.max") as quota_file:
+            quota, period = map(int, quota_file.read().split())
+        cores = min(cores, max(1, quota // period))
+    return cores

@@ -20,8 +20,15 @@ class Band:
 
     @classmethod
     def of(cls, spec: AttentionSpec, len_q: int, len_k: int) -> Band:
-        """The band of one sequence of len_q queries and len_k keys."""
-        left, right = spec.window or (None, None)
+        """The band of one sequence of len_q queries and len_k keys.
+
+        No key is further than len_q + len_k from a query: ends beyond are brought back to it, so
+        that tile loops may compute with them in int64.
+        """
+        far = len_q + len_k
+        left, right = (
+            None if end is None else min(end, far) for end in spec.window or (None, None)
+        )
         if spec.causal:
             right = 0  # a window's right end is never below 0, so causal always clips first
         return cls(position_offset(spec, len_q, len_k), left, right)

@@ -44,8 +44,8 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 wraps modulo 2**64, which leaves the right 64 bits. c1 and c3 keep their high halves:
-        # they are only ever combined by xor into what is masked afterwards.
+        # int64 wraps modulo 2**64, which leaves the right 64 bits. c1 and c3 keep their high
+        # halves: they only ever enter, by xor, what is masked afterwards.
         product0, product2 = c0 * _MULTIPLY_C0, c2 * _MULTIPLY_C2
         c0 = ((product2 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(WORD)
         c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(WORD)
@@ -66,8 +66,9 @@ def keep_tile(
 ) -> torch.Tensor:
     """Which entries of a tile survive dropout with probability p in [0, 1) and a uint64 seed.
 
-    `batch` holds batch rows or indices of packed sequences, in any order; `heads`, `rows` and `cols`
-    are ranges of step 1. Returns bool (len(batch), len(heads), len(rows), len(cols)), True = kept.
+    `batch` holds batch rows or indices of packed sequences, in any order; `heads`, `rows` and
+    `cols` are ranges of step 1.
+    Returns bool (len(batch), len(heads), len(rows), len(cols)), True = kept.
     """
     first, last = cols.start // 4, -(-cols.stop // 4)
     shape = (len(batch), len(heads), len(rows), 4 * max(0, last - first))

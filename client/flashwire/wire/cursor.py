@@ -64,16 +64,21 @@ class Cursor:
         return start
 
     def tag(self) -> int:
-        return self.view[self.take(1)]
+        """The first byte of a value, which tells its type: take(1), without the call."""
+        at = self.at
+        if at >= self.filled or at + self.owed >= self.ceiling:
+            self.take(1)
+        self.at = at + 1
+        return self.view[at]
 
     def uint(self, size: int) -> int:
         start = self.take(size)
-        return int.from_bytes(self.view[start : start + size], "big")
+        return int.from_bytes(self.view[start : self.at], "big")
 
     def text(self, size: int, where: str | None) -> str:
         start = self.take(size)
         try:
-            return str(self.view[start : start + size], "utf-8")
+            return str(self.view[start : self.at], "utf-8")
         except UnicodeDecodeError:
             raise WireError("a string is not valid UTF-8", where) from None
 
@@ -122,13 +127,13 @@ class Cursor:
         if tag in _INT:
             size = _INT[tag]
             start = self.take(size)
-            return int.from_bytes(self.view[start : start + size], "big", signed=True)
+            return int.from_bytes(self.view[start : self.at], "big", signed=True)
         if tag in _STR:
             return self.text(self.uint(_STR[tag]), where)
         if tag in BIN:
             size = self.uint(BIN[tag])
             start = self.take(size)
-            return bytes(self.view[start : start + size])
+            return bytes(self.view[start : self.at])
         if tag in _EXT:
             raise WireError("extension types have no meaning here", where)
         raise WireError(f"byte 0x{tag:02x} is not msgpack", where)

@@ -53,7 +53,9 @@ def decode(
 class _Frame:
     """A map being read entry by entry: the message, or a group inside it."""
 
+    name: str | None  # None for the message, "request" for a group
     prefix: str  # "" or "request."
+    depth: int
     left: int  # entries still to come
     options: dict[str, Any]
     seen: set[str] = field(default_factory=set)
@@ -149,79 +151,79 @@ class Decoder:
             length = cursor.map_length(cursor.tag())
             if length is None:
                 raise WireError("the message is not a msgpack map")
-            self._frames = [self._frame("", length, self._message.options)]
+            self._frames = [self._frame(None, length, self._message.options)]
             return
         frame = self._frames[-1]
         if frame.left == 0:
             self._frames.pop()
             return
-        cursor.owed = 2 * sum(f.left for f in self._frames) - 1
-        self._entry(frame)
+        cursor.owed = 2 * sum([f.left for f in self._frames]) - 1
+        self._entry(frame, self._frames)
 
-    def _frame(self, prefix: str, length: int, options: dict[str, Any]) -> _Frame:
+    def _frame(self, name: str | None, length: int, options: dict[str, Any]) -> _Frame:
         if length > self._limits.max_keys:
-            where = prefix.removesuffix(".") or None
-            raise WireError(f"has {length} keys, the limit is {self._limits.max_keys}", where)
-        return _Frame(prefix, length, options)
+            raise WireError(f"has {length} keys, the limit is {self._limits.max_keys}", name)
+        if name is None:
+            return _Frame(None, "", 1, length, options)
+        return _Frame(name, f"{name}.", name.count(".") + 2, length, options)
 
-    def _entry(self, frame: _Frame) -> None:
+    def _entry(self, frame: _Frame, frames: list[_Frame]) -> None:
         cursor, schema = self._cursor, self._schema
-        key = cursor.key(frame.prefix.removesuffix(".") or None)
+        key = cursor.key(frame.name)
         name = frame.prefix + key
         if key in frame.seen:
             raise WireError("the key is repeated", name)
         cursor.owed -= 1
+        nested = None
+        if "." in key and schema.options is not None:  # must not pass for a name inside a group
+            raise WireError("is not known: a name has no dot", name, "invalid")
         if name in schema.tensors:
-            self._tensor(name, frame)
+            self._tensor(name, key, frame)
         elif name in schema.groups:
-            self._group(name, frame)
-            return
+            nested = self._group(name, key, frame)
         elif schema.options is None or name in schema.options:
-            value = cursor.value(name, frame.prefix.count(".") + 1)
+            frame.options[key] = value = cursor.value(name, frame.depth)
             if key == "version":
                 check_version(value, name)
-            frame.options[key] = value
         else:
             hint = nearest(key, schema.siblings(frame.prefix))
             raise WireError(f"is not known{hint}", name, "invalid")
         frame.seen.add(key)
         frame.left -= 1
+        if nested is not None:
+            frames.append(nested)
 
-    def _group(self, name: str, frame: _Frame) -> None:
+    def _group(self, name: str, key: str, frame: _Frame) -> _Frame | None:
+        """The map of a group, to be read entry by entry; None for null, which is an absent one."""
         tag = self._cursor.tag()
         length = self._cursor.map_length(tag)
-        if length is None and tag != 0xC0:
-            raise WireError("must be a map", name, "invalid")
-        key = name.removeprefix(frame.prefix)
-        frame.seen.add(key)
-        frame.left -= 1
-        if length is not None and self._frames is not None:
+        if length is not None:
             options = frame.options[key] = {}
-            self._frames.append(self._frame(f"{name}.", length, options))
+            return self._frame(name, length, options)
+        if tag != 0xC0:
+            raise WireError("must be a map", name, "invalid")
+        return None
 
-    def _tensor(self, name: str, frame: _Frame) -> None:
+    def _tensor(self, name: str, key: str, frame: _Frame) -> None:
         cursor = self._cursor
         start = cursor.at
         tag = cursor.tag()
         length = cursor.map_length(tag)
-        if length is None:
-            key = name.removeprefix(frame.prefix)
+        if length is not None:
+            reader = _TensorReader(name, cursor, self._schema.payload, self._announce)
+            self._message.tensors[name] = reader.read(length)
+        elif tag != 0xC0:  # null is an absent tensor
             cursor.at = start
-            self._instead_of_tensor(name, tag, key, frame)
-            return
-        reader = _TensorReader(name, cursor, self._schema.payload, self._announce)
-        self._message.tensors[name] = reader.read(length)
+            frame.options[key] = self._offsets(name, key, frame.depth)
 
-    def _instead_of_tensor(self, name: str, tag: int, key: str, frame: _Frame) -> None:
-        """null is an absent tensor; offsets may be a plain list."""
-        value = self._cursor.value(name, frame.prefix.count(".") + 1)
-        if tag == 0xC0:
-            return
+    def _offsets(self, name: str, key: str, depth: int) -> list[int]:
+        """What may stand in a tensor's place: offsets as a plain list."""
+        value = self._cursor.value(name, depth)
         if key not in OFFSETS or not isinstance(value, list):
             raise WireError("must be a tensor: {dtype, shape, data}", name, "invalid")
         if not all(type(item) is int for item in value):
             raise WireError("must hold integers only", name, "invalid")
-        frame.options[key] = value
+        return value
 
     def _announce(self, name: str, header: Header) -> None:
         if name not in self._announced:
@@ -288,12 +290,22 @@ class _TensorReader:
         return dtype
 
     def _read_shape(self) -> tuple[int, ...]:
-        shape = self._cursor.value(self._name, 2)
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            self._malformed(f"shape must be a list of non-negative integers, got {str(shape)[:80]}")
-        most = self._cursor.limits.max_rank
-        if len(shape) > most:
-            self._malformed(f"has {len(shape)} dimensions, the limit is {most}")
+        cursor = self._cursor
+        length = cursor.array_length(cursor.tag())
+        if length is None:
+            self._malformed("shape must be a list of non-negative integers")
+        most = cursor.limits.max_rank
+        if length > most:
+            self._malformed(f"has {length} dimensions, the limit is {most}")
+        owed = cursor.owed
+        shape = []
+        for left in range(length - 1, -1, -1):
+            cursor.owed = owed + left
+            size = cursor.value(self._name, 3)
+            if type(size) is not int or size < 0:
+                got = str(size)[:40]
+                self._malformed(f"shape must be a list of non-negative integers, it has {got}")
+            shape.append(size)
         return tuple(shape)
 
     def _read_pad(self) -> None:

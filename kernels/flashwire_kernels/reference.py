@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashwire_kernels.geometry import Band
+from flashwire_kernels.geometry import Band, position_offset
 from flashwire_kernels.philox import keep_tile
 from flashwire_kernels.tensors import Gradients, Inputs, Wanted
 from flashwire_kernels.validation import Problem
@@ -58,13 +58,13 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients in the dtypes of what they belong to, each rounded once from float64."""
-    exact = backward64(problem, x, out, lse, dout, dlse, wanted)
+    wide = backward64(problem, x, out, lse, dout, dlse, wanted)
     return Gradients(
-        dq=exact.dq.to(x.q.dtype),
-        dk=exact.dk.to(x.k.dtype),
-        dv=exact.dv.to(x.v.dtype),
-        dbias=_like(exact.dbias, x.bias),
-        dsinks=_like(exact.dsinks, x.sinks),
+        dq=wide.dq.to(x.q.dtype),
+        dk=wide.dk.to(x.k.dtype),
+        dv=wide.dv.to(x.v.dtype),
+        dbias=_like(wide.dbias, x.bias),
+        dsinks=_like(wide.dsinks, x.sinks),
     )
 
 
@@ -73,13 +73,13 @@ def forward64(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     out = _zeros(x.q.shape[:-1] + x.v.shape[-1:], x.q)
     lse = _zeros(x.q.shape[:-1], x.q).fill_(-_INF)
     for part in parts(problem):
-        scores = _scores(problem, part, x)
-        sinks = _sinks(problem, x)
+        scores = pair_scores(problem, part, x)
+        sinks = sink_logits(problem, x)
         hidden = scores.s.masked_fill(~scores.visible, -_INF)
         part_lse = torch.cat([hidden, sinks.expand(*hidden.shape[:-1], -1)], -1).logsumexp(-1)
-        p = _probabilities(scores, part_lse)
-        v = _per_query_head(problem, _exact(part.of_k(x.v)))
-        part.of_q(out).copy_(_sum_visible(p * _dropout(problem, part, x), v, scores.visible))
+        p = probabilities(scores, part_lse)
+        v = per_query_head(problem, exact(part.of_k(x.v)))
+        part.of_q(out).copy_(_sum_visible(p * dropout_factor(problem, part, x), v, scores.visible))
         part.of_q(lse).copy_(part_lse)
     return out, lse
 
@@ -98,16 +98,16 @@ def backward64(
     dbias = _zeros(x.bias.shape, x.bias) if wanted.bias and x.bias is not None else None
     dsinks = _zeros(x.sinks.shape, x.sinks) if wanted.sinks and x.sinks is not None else None
     for part in parts(problem):
-        q, do = _exact(part.of_q(x.q)), _exact(part.of_q(dout))
-        k, v = (_per_query_head(problem, _exact(part.of_k(t))) for t in (x.k, x.v))
+        q, do = exact(part.of_q(x.q)), exact(part.of_q(dout))
+        k, v = (per_query_head(problem, exact(part.of_k(t))) for t in (x.k, x.v))
         part_lse = part.of_q(lse).double()
-        scores = _scores(problem, part, x)
-        visible, dropout = scores.visible, _dropout(problem, part, x)
-        p = _probabilities(scores, part_lse)
+        scores = pair_scores(problem, part, x)
+        visible, dropout = scores.visible, dropout_factor(problem, part, x)
+        p = probabilities(scores, part_lse)
 
         # delta - dlse per row. A row that sees nothing has out 0, whatever its dout holds; and
         # an lse of -inf depends on nothing.
-        row = (do * _exact(part.of_q(out))).sum(-1).masked_fill(~visible.any(-1), 0)
+        row = (do * exact(part.of_q(out))).sum(-1).masked_fill(~visible.any(-1), 0)
         if dlse is not None:
             row = row - part.of_q(dlse)
         row = row.masked_fill(part_lse == -_INF, 0)
@@ -115,13 +115,13 @@ def backward64(
         ds = (p * ((do @ v.mT) * dropout - row[..., None])).masked_fill(~visible, 0)
         draw = (ds * scores.steepness * problem.scale).masked_fill(~visible, 0)
         part.of_q(dq).copy_(_sum_visible(draw, k, visible))
-        part.of_k(dk).copy_(_per_key_head(problem, _sum_visible(draw.mT, q, visible.mT)))
-        part.of_k(dv).copy_(_per_key_head(problem, _sum_visible((p * dropout).mT, do, visible.mT)))
+        part.of_k(dk).copy_(per_key_head(problem, _sum_visible(draw.mT, q, visible.mT)))
+        part.of_k(dv).copy_(per_key_head(problem, _sum_visible((p * dropout).mT, do, visible.mT)))
         if dbias is not None:
             target = part.of_pairs(dbias)
             target += ds.sum_to_size(target.shape)
         if dsinks is not None:
-            p_sink = (_sinks(problem, x)[..., 0] - part_lse).exp()
+            p_sink = (sink_logits(problem, x)[..., 0] - part_lse).exp()
             dsinks -= (p_sink * row).masked_fill(part_lse == -_INF, 0).sum((0, 2))
     return Gradients(dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
 
@@ -134,6 +134,14 @@ class Part:
     batch: range
     rows: slice
     keys: slice
+
+    @property
+    def len_q(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def len_k(self) -> int:
+        return int(self.keys.stop - self.keys.start)
 
     def of_q(self, t: torch.Tensor) -> torch.Tensor:
         """The view (B, H, Lq, ...) of a tensor with a row per query."""
@@ -149,9 +157,9 @@ class Part:
         if t.shape[0] != 1:
             t = t[self.batch.start : self.batch.stop]
         if self.packed and t.shape[2] != 1:
-            t = t[:, :, : self.rows.stop - self.rows.start]
+            t = t[:, :, : self.len_q]
         if self.packed and t.shape[3] != 1:
-            t = t[..., : self.keys.stop - self.keys.start]
+            t = t[..., : self.len_k]
         return t
 
     def _view(self, t: torch.Tensor, tokens: slice) -> torch.Tensor:
@@ -177,7 +185,7 @@ def parts(problem: Problem) -> Iterator[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scores:
+class Scores:
     """s, which pairs are visible, and d s / d (scale * q k), each (B, Hq, Lq, Lk)."""
 
     s: torch.Tensor
@@ -185,23 +193,24 @@ class _Scores:
     steepness: torch.Tensor
 
 
-def _scores(problem: Problem, part: Part, x: Inputs) -> _Scores:
-    q, k = _exact(part.of_q(x.q)), _per_query_head(problem, _exact(part.of_k(x.k)))
+def pair_scores(problem: Problem, part: Part, x: Inputs) -> Scores:
+    """Scores of one part. s is as it comes where hidden, NaN included."""
+    q, k = exact(part.of_q(x.q)), per_query_head(problem, exact(part.of_k(x.k)))
     s = problem.scale * (q @ k.mT)
     steepness = torch.ones_like(s)
     if problem.spec.softcap is not None:
         tanh = torch.tanh(s / problem.spec.softcap)
         s, steepness = problem.spec.softcap * tanh, 1 - tanh**2
     if x.alibi_slopes is not None:
-        s = s - _slopes(part, x.alibi_slopes) * _distance(problem, part, x).abs()
+        s = s - slope_factors(part, x.alibi_slopes) * distance(problem, part, x).abs()
     if x.bias is not None:
         s = s + part.of_pairs(x.bias)
-    return _Scores(s, visible_pairs(problem, part, x).expand(s.shape), steepness)
+    return Scores(s, visible_pairs(problem, part, x).expand(s.shape), steepness)
 
 
 def visible_pairs(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
     """Boolean, broadcastable to (B, Hq, Lq, Lk): by position, by mask, by a bias of -inf."""
-    band, ahead = _band(part, problem), _distance(problem, part, x)
+    band, ahead = Band.of(problem.spec, part.len_q, part.len_k), distance(problem, part, x)
     visible = torch.ones_like(ahead, dtype=torch.bool)
     if band.left is not None:
         visible &= ahead >= -band.left
@@ -214,26 +223,21 @@ def visible_pairs(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
     return visible
 
 
-def _band(part: Part, problem: Problem) -> Band:
-    len_q, len_k = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
-    return Band.of(problem.spec, len_q, len_k)
-
-
-def _distance(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
+def distance(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
     """j - pos(i), (Lq, Lk)."""
-    i = torch.arange(part.rows.stop - part.rows.start, device=x.q.device)
-    j = torch.arange(part.keys.stop - part.keys.start, device=x.q.device)
-    return j - (i[:, None] + _band(part, problem).offset)
+    i = torch.arange(part.len_q, device=x.q.device)
+    j = torch.arange(part.len_k, device=x.q.device)
+    return j - (i[:, None] + position_offset(problem.spec, part.len_q, part.len_k))
 
 
-def _slopes(part: Part, slopes: torch.Tensor) -> torch.Tensor:
+def slope_factors(part: Part, slopes: torch.Tensor) -> torch.Tensor:
     """ALiBi's slopes, (Hq,) or (B, Hq), as (1 or B, Hq, 1, 1)."""
     if slopes.dim() == 2:
         slopes = slopes[part.batch.start : part.batch.stop]
-    return _exact(slopes)[..., None, None]
+    return exact(slopes)[..., None, None]
 
 
-def _sinks(problem: Problem, x: Inputs) -> torch.Tensor:
+def sink_logits(problem: Problem, x: Inputs) -> torch.Tensor:
     """(Hq, 1, 1) logits, or (Hq, 1, 0) of none."""
     if x.sinks is None:
         return _zeros((problem.heads_q, 1, 0), x.q)
@@ -241,22 +245,23 @@ def _sinks(problem: Problem, x: Inputs) -> torch.Tensor:
     return sinks.masked_fill(sinks == _INF, _NAN)[:, None, None]
 
 
-def _probabilities(scores: _Scores, lse: torch.Tensor) -> torch.Tensor:
+def probabilities(scores: Scores, lse: torch.Tensor) -> torch.Tensor:
+    """exp(s - lse) where visible, exactly 0 elsewhere."""
     return (scores.s - lse[..., None]).exp().masked_fill(~scores.visible, 0)
 
 
-def _dropout(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
-    """What dropout multiplies p by: 0 or 1 / (1 - dropout_p)."""
-    spec, shape = problem.spec, (1, 1, 1, 1)
+def dropout_factor(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
+    """What dropout multiplies p by, 0 or 1 / (1 - dropout_p); broadcastable to (B, Hq, Lq, Lk)."""
+    spec = problem.spec
     if not spec.dropout_p or spec.dropout_seed is None:
-        return torch.ones(shape, dtype=torch.float64, device=x.q.device)
+        return torch.ones((1, 1, 1, 1), dtype=torch.float64, device=x.q.device)
     keep = keep_tile(
         spec.dropout_seed,
         spec.dropout_p,
         batch=part.batch,
         heads=range(problem.heads_q),
-        rows=range(part.rows.stop - part.rows.start),
-        cols=range(part.keys.stop - part.keys.start),
+        rows=range(part.len_q),
+        cols=range(part.len_k),
         device=x.q.device,
     )
     return keep.double() / (1 - spec.dropout_p)
@@ -270,17 +275,17 @@ def _sum_visible(weights: torch.Tensor, rows: torch.Tensor, visible: torch.Tenso
     return total.masked_fill(spoiled[..., None], _NAN)
 
 
-def _per_query_head(problem: Problem, t: torch.Tensor) -> torch.Tensor:
+def per_query_head(problem: Problem, t: torch.Tensor) -> torch.Tensor:
     """(B, Hkv, Lk, D) -> (B, Hq, Lk, D): query head h reads key head h // group."""
     return t.repeat_interleave(problem.group, dim=1)
 
 
-def _per_key_head(problem: Problem, t: torch.Tensor) -> torch.Tensor:
+def per_key_head(problem: Problem, t: torch.Tensor) -> torch.Tensor:
     """(B, Hq, Lk, D) -> (B, Hkv, Lk, D): gradients of a shared head add up."""
     return t.reshape(t.shape[0], problem.heads_kv, problem.group, *t.shape[2:]).sum(2)
 
 
-def _exact(t: torch.Tensor) -> torch.Tensor:
+def exact(t: torch.Tensor) -> torch.Tensor:
     """A contiguous float64 copy: equal values give equal bits, wherever and however they lay."""
     t = t.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     return t.masked_fill_(t.isinf(), _NAN)

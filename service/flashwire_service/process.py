@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -133,4 +134,6 @@ def adopt(arguments: Sequence[str]) -> Adopted:
         raise ValueError("the first frame of a child must be Start, with a descriptor")
     if os.getppid() != start.parent:  # it died before prctl could tell
         sys.exit(os.EX_UNAVAILABLE)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiting request may hold one
     return Adopted(control, start.index, Settings.from_bytes(start.settings), fd)

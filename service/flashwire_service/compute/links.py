@@ -1,0 +1,135 @@
+"""The intake thread of a worker: it owns the sockets, and feeds the queue.
+
+It never waits for the compute loop nor for a peer: an answer that a front end is slow to take stays
+in that channel's outbox.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+
+from flashwire_service.compute.intake import Intake, Ticket
+from flashwire_service.ipc.channel import Channel, ChannelClosed
+from flashwire_service.ipc.frames import (
+    Attach,
+    Cancel,
+    Drain,
+    Failure,
+    Frame,
+    Hello,
+    Job,
+    Reply,
+)
+from flashwire_service.ipc.memory import Memory
+from flashwire_service.logs import Log
+
+
+class Links:
+    """The channels to the front ends, and the control channel, which is also the lifeline."""
+
+    def __init__(self, control: Channel, intake: Intake, hello: Hello, log: Log) -> None:
+        self._control = control
+        self._intake = intake
+        self._hello = hello
+        self._log = log
+        self._fronts: dict[int, Channel] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+
+    def start(self) -> None:
+        """Run the intake thread for as long as the process lives."""
+        threading.Thread(target=self._run, name="intake", daemon=True).start()
+
+    def answer(self, ticket: Ticket, frame: Reply | Failure, fd: int | None = None) -> None:
+        """Send an answer; called by the compute loop. A front end that is gone wants none."""
+        try:
+            ticket.channel.post(frame, fd)
+        except ChannelClosed:
+            return
+        if ticket.channel.waiting:
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._turn()
+        except BaseException as e:
+            # A worker that hears nobody is worth nothing: let it be replaced.
+            self._log.error("intake failed", error=repr(e))
+            os._exit(os.EX_SOFTWARE)
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select():
+            if key.fileobj == self._wake:
+                os.eventfd_read(self._wake)
+                self._watch_outboxes()
+                continue
+            channel = key.fileobj
+            if not isinstance(channel, Channel) or channel.closed:
+                continue  # replaced earlier in this turn
+            if events & selectors.EVENT_WRITE:
+                self._flush(channel)
+            if events & selectors.EVENT_READ:
+                self._read(channel)
+
+    def _read(self, channel: Channel) -> None:
+        try:
+            while not channel.closed and (got := channel.try_recv()) is not None:
+                self._take(channel, *got)
+        except ChannelClosed:
+            if channel is self._control:
+                os._exit(os.EX_OK)  # the supervisor is gone, or wants this process gone
+            self._lose(channel)
+
+    def _take(self, channel: Channel, frame: Frame, fd: int | None) -> None:
+        if isinstance(frame, Job):
+            self._admit(channel, frame, fd)
+        elif isinstance(frame, Cancel):
+            self._intake.cancel(channel, frame.id)
+        elif isinstance(frame, Attach) and fd is not None:
+            self._attach(frame.peer, Channel(socket.socket(fileno=fd)))
+        elif isinstance(frame, Drain):
+            self._intake.close()
+        else:
+            raise TypeError(f"a worker takes no {frame.kind}")
+
+    def _admit(self, channel: Channel, job: Job, fd: int | None) -> None:
+        ticket = Ticket(job, channel, None if fd is None else Memory.receive(fd, job.size))
+        refusal = self._intake.offer(ticket)
+        if refusal is not None:
+            self.answer(ticket, refusal)
+
+    def _attach(self, peer: int, channel: Channel) -> None:
+        if peer in self._fronts:
+            self._lose(self._fronts[peer])
+        self._fronts[peer] = channel
+        self._selector.register(channel, selectors.EVENT_READ)
+        try:
+            channel.post(self._hello)
+        except ChannelClosed:
+            self._lose(channel)
+
+    def _lose(self, channel: Channel) -> None:
+        """Forget a front end that is gone, and what it asked for."""
+        self._fronts = {peer: c for peer, c in self._fronts.items() if c is not channel}
+        self._selector.unregister(channel)
+        self._intake.drop_channel(channel)
+        channel.close()
+
+    def _watch_outboxes(self) -> None:
+        for channel in self._fronts.values():
+            if channel.waiting:
+                self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _flush(self, channel: Channel) -> None:
+        try:
+            if not channel.flush():
+                return
+        except ChannelClosed:  # the read that follows finds the same
+            pass
+        self._selector.modify(channel, selectors.EVENT_READ)

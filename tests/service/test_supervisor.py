@@ -1,0 +1,274 @@
+"""Life and death of processes: real processes and signals, with children that load no torch."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flashwire_service import supervisor
+from flashwire_service.settings import Settings
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import sys
+from flashwire_service import supervisor
+from flashwire_service.settings import Settings
+supervisor.WORKER, supervisor.FRONT = "stub_worker", "stub_front"
+sys.exit(supervisor.run(Settings(**eval(sys.argv[1]))))
+"""
+PATIENCE_S = 20.0
+
+
+class Service:
+    """A supervisor with stub children, seen through its output."""
+
+    def __init__(self, mode: str = "", **settings) -> None:
+        settings = {"port": 0, "grace_s": 5.0, **settings}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, repr(settings)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(HERE), "FLASHWIRE_STUB": mode},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    @property
+    def events(self) -> list[dict]:
+        return [json.loads(line) for line in list(self.lines) if line.startswith("{")]
+
+    @property
+    def pids(self) -> set[int]:
+        """Of every child there ever was."""
+        return {e["pid"] for e in self.events if e["event"] == "started"}
+
+    def pid_of(self, child: str) -> int:
+        """Of the child that was last ready in this place."""
+        return [e for e in self.events if e["event"] == "ready" and e["child"] == child][-1]["pid"]
+
+    def wait_for(self, event: str, child: str, count: int = 1) -> dict:
+        def found():
+            seen = [e for e in self.events if e["event"] == event and e.get("child") == child]
+            return seen[count - 1] if len(seen) >= count else None
+
+        return wait_until(found)
+
+    def ready(self) -> "Service":
+        line = self.process.stdout.readline()
+        assert line.startswith("flashwire: listening on http://127.0.0.1:")
+        self.port = int(line.rsplit(":", 1)[1])
+        self.wait_for("ready", "worker-0")
+        self.wait_for("ready", "front-0")
+        return self
+
+    def ask(self, word: bytes = b"hello") -> dict:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as connection:
+            connection.sendall(word)
+            return json.loads(connection.makefile().read())
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+def wait_until(check):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := check()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+    return result
+
+
+def alive(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def start():
+    services = []
+
+    def make(mode: str = "", **settings) -> Service:
+        services.append(Service(mode, **settings))
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+        wait_until(lambda s=service: not any(alive(pid) for pid in s.pids))
+
+
+def test_sigterm_ends_all_with_exit_code_0(start):
+    service = start().ready()
+    assert service.ask() == {
+        "pid": service.pid_of("front-0"),
+        "workers": [service.pid_of("worker-0")],
+    }
+    assert service.stop() == 0
+    assert not any(alive(pid) for pid in service.pids)
+    with pytest.raises(ConnectionRefusedError):
+        service.ask()
+    assert service.process.stdout.read() == ""
+
+
+def test_a_request_in_flight_outlives_sigterm(start):
+    service = start().ready()
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(service.ask(b"slow")))
+    asking.start()
+    time.sleep(0.3)
+    assert service.stop() == 0
+    asking.join()
+    assert answers[0]["workers"]
+
+
+def test_every_front_reaches_every_worker(start):
+    service = start(workers=2, frontends=2).ready()
+    for child in ("worker-1", "front-1"):
+        service.wait_for("ready", child)
+    workers = {service.pid_of("worker-0"), service.pid_of("worker-1")}
+    fronts = {service.pid_of("front-0"), service.pid_of("front-1")}
+    seen = set()
+    wait_until(lambda: seen.add(service.ask()["pid"]) or seen == fronts)
+    wait_until(lambda: set(service.ask()["workers"]) == workers)
+
+
+def test_a_killed_worker_is_replaced_at_once_and_reached(start):
+    service = start().ready()
+    first = service.pid_of("worker-0")
+    os.kill(first, signal.SIGKILL)
+    assert service.wait_for("died", "worker-0")["restart_in_s"] == 0
+    second = service.wait_for("ready", "worker-0", count=2)["pid"]
+    assert second != first
+    wait_until(lambda: service.ask()["workers"] == [second])
+
+
+def test_a_killed_front_is_replaced_on_the_same_port(start):
+    service = start().ready()
+    first = service.ask()["pid"]
+    os.kill(first, signal.SIGKILL)
+    answer = service.ask()
+    assert answer["pid"] != first
+    wait_until(lambda: service.ask()["workers"] == [service.pid_of("worker-0")])
+
+
+def test_a_stopped_worker_counts_as_hung_and_is_replaced(start):
+    service = start().ready()
+    os.kill(service.pid_of("worker-0"), signal.SIGSTOP)
+    started = time.monotonic()
+    assert "idle and silent" in service.wait_for("hung", "worker-0")["why"]
+    assert 1.5 < time.monotonic() - started < 5
+    service.wait_for("ready", "worker-0", count=2)
+
+
+def test_a_worker_busy_beyond_its_limit_is_replaced(start):
+    service = start("busy too long")
+    assert "beyond its limit" in service.wait_for("hung", "worker-0")["why"]
+    service.wait_for("started", "worker-0", count=2)
+
+
+def test_replacements_come_ever_more_slowly(start):
+    service = start().ready()
+    for count in range(1, 4):
+        service.wait_for("ready", "worker-0", count=count)
+        os.kill(service.pid_of("worker-0"), signal.SIGKILL)
+        wait = service.wait_for("died", "worker-0", count=count)["restart_in_s"]
+        assert wait == supervisor.BACKOFF_S[count - 1]
+
+
+def test_children_die_with_a_killed_supervisor(start):
+    service = start().ready()
+    service.process.kill()
+    service.process.wait()
+    wait_until(lambda: not any(alive(pid) for pid in service.pids))
+
+
+def test_ctrl_c_for_the_whole_group_still_drains(start):
+    service = start().ready()
+    for pid in (*service.pids, service.process.pid):
+        os.kill(pid, signal.SIGINT)
+    assert service.process.wait(PATIENCE_S) == 0
+    assert not [e for e in service.events if e["event"] == "died"]
+
+
+def test_a_second_signal_ends_at_once(start):
+    service = start(grace_s=60.0).ready()
+    with socket.create_connection(("127.0.0.1", service.port)):  # the front waits for its word
+        service.process.send_signal(signal.SIGINT)
+        wait_until(lambda: any(e["event"] == "stopping" for e in service.events))
+        assert service.stop(signal.SIGINT) == 128 + signal.SIGINT
+
+
+def test_a_worker_that_will_not_end_is_killed(start):
+    service = start("stubborn").ready()
+    assert service.stop() == 0
+    assert service.wait_for("overstayed", "worker-0")
+
+
+def test_a_missing_device_ends_the_service_with_one_line(start):
+    service = start("no device")
+    assert service.process.wait(PATIENCE_S) == os.EX_CONFIG
+    service.close()
+    assert service.lines[-1] == "flashwire-serve: there is no such device\n"
+    assert len([e for e in service.events if e["event"] == "started"]) == 2
+
+
+def test_a_worker_that_never_starts_ends_the_service(start):
+    service = start("crash")
+    assert service.process.wait(PATIENCE_S) == os.EX_SOFTWARE
+    service.close()
+    assert service.lines[-1].startswith("flashwire-serve: worker-0 failed 5 times")
+
+
+def test_a_port_in_use_is_one_line_and_an_exit_code(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        service = start(port=port)
+        assert service.process.wait(PATIENCE_S) == os.EX_UNAVAILABLE
+        service.close()
+    assert service.lines == [
+        f"flashwire-serve: cannot listen: port {port} of 127.0.0.1 is in use\n"
+    ]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_is_not_ours(host):
+    with pytest.raises(supervisor.Fatal) as caught:
+        supervisor.listen(host, 0)
+    assert caught.value.code == os.EX_NOHOST
+    assert host in str(caught.value)
+
+
+def test_ipv6_urls_have_brackets():
+    with supervisor.listen("::1", 0) as listener:
+        assert supervisor.url(listener).startswith("http://[::1]:")
+
+
+def test_workers_share_the_cores():
+    cores = supervisor.usable_cores()
+    assert supervisor.worker_threads(Settings()) == cores
+    assert supervisor.worker_threads(Settings(workers=cores + 1)) == 1
+    assert supervisor.worker_threads(Settings(threads=7)) == 7

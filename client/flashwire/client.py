@@ -1,0 +1,307 @@
+"""Client and AsyncClient: bytes to a server and back.
+
+What to send, what a reply means and when to try again is in operations.py and core.py, once for
+both; their docstrings are those of the methods here. Nothing here knows more than HTTP.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+
+from flashwire import operations, wire
+from flashwire._version import __version__
+from flashwire.core import Operation, Policy, Request, Response, converse
+from flashwire.errors import (
+    ConnectionLost,
+    FlashwireError,
+    RequestError,
+    TransportTimeout,
+    UnexpectedReply,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CHUNK = 256 * 1024  # httpx is quadratic in the size of one bytes object, and linear in pieces
+_CONNECT = 10.0  # seconds
+_GRACE = 10.0  # seconds beyond its deadline in which a server may still say that it has passed
+_NOT_READY = (ConnectionLost, RequestError, UnexpectedReply)
+
+
+def _blocking(operation: Callable[P, Operation[T]]) -> Callable[Concatenate[Client, P], T]:
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(operation(*args, **kwargs))
+
+    _document(method, operation)
+    return method
+
+
+def _awaited(
+    operation: Callable[P, Operation[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(operation(*args, **kwargs))
+
+    _document(method, operation)
+    return method
+
+
+class Client:
+    """A flashwire server, blocking. Safe to share between threads. Close it, or use `with`.
+
+    url       "http://host:8000"
+    api_key   sent as a bearer token
+    timeout   seconds the server may take for queue and compute, retries included; None for its own
+              limit. Every method takes another for itself
+    retries   tries after the first, for lost connections, 429 and 503
+    http      an httpx.Client with settings of your own (TLS, proxies); you close it then
+
+    Methods raise the exceptions of flashwire.errors.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | None = 60.0,
+        retries: int = 3,
+        http: httpx.Client | None = None,
+    ) -> None:
+        self._url = _checked_url(url)
+        self._policy = _policy(api_key, timeout, retries)
+        self._http = http if http is not None else httpx.Client()
+        self._owned = http is None
+
+    attention = _blocking(operations.attention)
+    backward = _blocking(operations.backward)
+    gradients = _blocking(operations.gradients)
+    check = _blocking(operations.check)
+    plan = _blocking(operations.plan)
+    release = _blocking(operations.release)
+    info = _blocking(operations.info)
+
+    def ready(self, *, timeout: float | None = 5.0) -> bool:
+        """Whether a worker is ready to compute. False also when no server answers."""
+        try:
+            self._run(operations.ready(timeout=timeout))
+        except _NOT_READY:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._owned:
+            self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self._url!r})"
+
+    def _run(self, operation: Operation[T]) -> T:
+        steps = converse(operation, self._policy)
+        reply: Response | ConnectionLost | None = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as done:
+                return cast("T", done.value)
+            if isinstance(step, Request):
+                reply = self._send(step)
+            else:
+                time.sleep(step)
+                reply = None
+
+    def _send(self, request: Request) -> Response | ConnectionLost:
+        content = _chunks(request) if request.size > CHUNK else b"".join(request.body)
+        try:
+            with self._http.stream(content=content, **_arguments(self._url, request)) as reply:
+                body = _Body(reply)
+                for chunk in reply.iter_bytes():
+                    body.add(chunk)
+        except httpx.HTTPError as exc:
+            return _lost(exc)
+        return body.response()
+
+
+class AsyncClient:
+    """The same for asyncio and trio: every method of Client, awaited."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | None = 60.0,
+        retries: int = 3,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        self._url = _checked_url(url)
+        self._policy = _policy(api_key, timeout, retries)
+        self._http = http if http is not None else httpx.AsyncClient()
+        self._owned = http is None
+
+    attention = _awaited(operations.attention)
+    backward = _awaited(operations.backward)
+    gradients = _awaited(operations.gradients)
+    check = _awaited(operations.check)
+    plan = _awaited(operations.plan)
+    release = _awaited(operations.release)
+    info = _awaited(operations.info)
+
+    async def ready(self, *, timeout: float | None = 5.0) -> bool:
+        """Whether a worker is ready to compute. False also when no server answers."""
+        try:
+            await self._run(operations.ready(timeout=timeout))
+        except _NOT_READY:
+            return False
+        return True
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._owned:
+            await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._url!r})"
+
+    async def _run(self, operation: Operation[T]) -> T:
+        import anyio  # comes with httpx, which also imports it late
+
+        steps = converse(operation, self._policy)
+        reply: Response | ConnectionLost | None = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as done:
+                return cast("T", done.value)
+            if isinstance(step, Request):
+                reply = await self._send(step)
+            else:
+                await anyio.sleep(step)
+                reply = None
+
+    async def _send(self, request: Request) -> Response | ConnectionLost:
+        content = _async_chunks(request) if request.size > CHUNK else b"".join(request.body)
+        try:
+            async with self._http.stream(
+                content=content, **_arguments(self._url, request)
+            ) as reply:
+                body = _Body(reply)
+                async for chunk in reply.aiter_bytes():
+                    body.add(chunk)
+        except httpx.HTTPError as exc:
+            return _lost(exc)
+        return body.response()
+
+
+class _Body:
+    """A reply's body as it arrives: into one buffer, when its size is known."""
+
+    def __init__(self, reply: httpx.Response) -> None:
+        self._reply = reply
+        length = reply.headers.get("content-length")
+        encoded = "content-encoding" in reply.headers
+        self._size = None if length is None or encoded else int(length)
+        self._buffer = np.empty(self._size or 0, np.uint8)
+        self._filled = 0
+        self._chunks: list[bytes] = []
+
+    def add(self, chunk: bytes) -> None:
+        if self._size is None:
+            self._chunks.append(chunk)
+            return
+        end = self._filled + len(chunk)
+        self._buffer[self._filled : end] = np.frombuffer(chunk, np.uint8)
+        self._filled = end
+
+    def response(self) -> Response:
+        if self._size is None:
+            self._buffer = np.frombuffer(b"".join(self._chunks), np.uint8)
+        return Response(self._reply.status_code, self._reply.headers, self._buffer)
+
+
+def _document(method: Callable[..., Any], operation: Callable[..., Any]) -> None:
+    """Give a method the name, docstring and signature of its operation."""
+    signature = inspect.signature(operation)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__name__ = operation.__name__
+    method.__qualname__ = operation.__qualname__
+    method.__doc__ = operation.__doc__
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[first, *signature.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"must be http://host:port or https://host:port, got {url!r}")
+    return url.rstrip("/")
+
+
+def _policy(api_key: str | None, timeout: float | None, retries: int) -> Policy:
+    headers = {
+        "accept": f"{wire.MEDIA_TYPE}, application/json;q=0.5",
+        "accept-encoding": "identity",  # floats do not compress; unpacking them only costs
+        "user-agent": f"flashwire/{__version__}",
+    }
+    if api_key is not None:
+        if not api_key.isascii() or not api_key.isprintable():
+            raise ValueError("an API key has printable ASCII characters only")
+        headers["authorization"] = f"Bearer {api_key}"
+    return Policy(timeout=timeout, retries=retries, headers=headers)
+
+
+def _arguments(url: str, request: Request) -> dict[str, Any]:
+    headers = dict(request.headers)
+    if request.body:
+        headers["content-length"] = str(request.size)
+    wait = None if request.deadline is None else request.deadline + _GRACE
+    return {
+        "method": request.method,
+        "url": url + request.path,
+        "headers": headers,
+        "timeout": httpx.Timeout(wait, connect=_CONNECT),
+    }
+
+
+def _chunks(request: Request) -> Iterator[bytes]:
+    for buffer in request.body:
+        for start in range(0, len(buffer), CHUNK):
+            yield cast("bytes", buffer[start : start + CHUNK])  # a view: httpx sends it as it is
+
+
+async def _async_chunks(request: Request) -> AsyncIterator[bytes]:
+    for chunk in _chunks(request):
+        yield chunk
+
+
+def _lost(exc: httpx.HTTPError) -> ConnectionLost:
+    """httpx's exceptions as ours, in the one place that knows both."""
+    if isinstance(exc, (httpx.LocalProtocolError, httpx.UnsupportedProtocol)):
+        raise FlashwireError(f"the request cannot be sent: {exc}") from exc
+    if not isinstance(exc, httpx.TransportError):
+        raise UnexpectedReply(f"{type(exc).__name__}: {exc}") from exc
+    kind = TransportTimeout if isinstance(exc, httpx.TimeoutException) else ConnectionLost
+    lost = kind(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+    lost.__cause__ = exc
+    return lost

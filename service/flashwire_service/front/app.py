@@ -1,0 +1,322 @@
+"""The routes. What they take and give is the contract's; how it is done is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable
+from importlib.metadata import version
+from typing import Annotated, Any, TypeVar
+
+import msgpack
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.requests import ClientDisconnect
+
+from flashwire import wire
+from flashwire_service import residual_id
+from flashwire_service.errors import Refusal
+from flashwire_service.front import body, checks, metrics, planning, problems, schemas
+from flashwire_service.front.edge import Edge
+from flashwire_service.front.info import describe
+from flashwire_service.front.message import Message
+from flashwire_service.front.pool import Answer, Work, Workers
+from flashwire_service.front.replies import MemoryResponse
+from flashwire_service.logs import Log
+from flashwire_service.settings import Settings, key_digest
+
+_TIMEOUT_HEADER = "Flashwire-Timeout-Ms"
+_BODY_ERRORS = (400, 401, 408, 413, 415, 422, 429, 500, 503, 504, 507)
+_T = TypeVar("_T")
+
+
+class Front:
+    """What routes share."""
+
+    def __init__(self, settings: Settings, pool: Workers, counted: metrics.Metrics) -> None:
+        self.settings = settings
+        self.pool = pool
+        self.metrics = counted
+
+    async def compute(
+        self,
+        request: Request,
+        route: str,
+        options: dict[str, Any],
+        message: Message | None,
+        *,
+        owner: str,
+        worker: int | None = None,
+    ) -> Answer:
+        """Have a worker do it. A caller who leaves, or a deadline, ends the wait."""
+        work = Work(
+            route=route,
+            options=options,
+            tensors={} if message is None else message.tensors,
+            body=b"" if message is None else message.body,
+            size=0 if message is None else message.size,
+            owner=owner,
+            accept=accepted(request),
+            timeout_s=timeout_s(request, self.settings),
+        )
+        answer = await _while_connected(request, self.pool.run(work, worker))
+        self.metrics.computed(answer.worker, answer.reply)
+        return answer
+
+    def owner_of_residual(self, text: str, owner: str) -> int:
+        """The worker that holds, or held, a residual of this owner. Raises Refusal (not_found)."""
+        worker = residual_id.verify(self.settings.signing_key, text, owner)
+        if worker is None:
+            raise Refusal("not_found", "this id was never given out for this key", field="residual")
+        return worker
+
+
+def create_app(settings: Settings, pool: Workers, log: Log | None = None) -> FastAPI:
+    """The HTTP application over a pool of workers."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    front = Front(settings, pool, metrics.Metrics())
+    app.state.front = front
+    problems.install(app)
+    app.include_router(_open)
+    app.include_router(_keyed)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(
+        Edge, origins=settings.cors_origins, metrics=front.metrics,
+        log=log or Log("front", settings.log_level),
+    )  # fmt: skip
+    return app
+
+
+def _front(request: Request) -> Front:
+    front: Front = request.app.state.front
+    return front
+
+
+_bearer = HTTPBearer(auto_error=False, description="A key, where the server has keys.")
+
+
+def _owner(
+    request: Request,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> str:
+    """The caller, as the digest of its key; "" where the server has no keys."""
+    settings = _front(request).settings
+    if not settings.api_keys:
+        return ""
+    key = credentials.credentials if credentials else ""
+    if not settings.accepts_key(key):
+        raise Refusal(
+            "unauthorized",
+            "the key is not known" if key else "send a key: Authorization: Bearer KEY",
+            headers={"www-authenticate": 'Bearer realm="flashwire"'},
+        )
+    return key_digest(key).hex()
+
+
+FrontEnd = Annotated[Front, Depends(_front)]
+Owner = Annotated[str, Depends(_owner)]
+_open = APIRouter()
+_keyed = APIRouter(dependencies=[Depends(_owner)])
+
+
+@_keyed.post(
+    "/attention",
+    summary="Exact attention",
+    responses=schemas.responses("attention", *_BODY_ERRORS),
+    openapi_extra={"requestBody": schemas.request_body("attention")},
+)
+async def attention(request: Request, front: FrontEnd, owner: Owner) -> Response:
+    """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
+    timeout_s(request, front.settings)
+    message = await body.read(request, front.settings, wire.ATTENTION)
+    try:
+        checked = checks.attention(message)
+        answer = await front.compute(request, "attention", checked.options, message, owner=owner)
+    finally:
+        message.close()
+    return _reply(request, answer)
+
+
+@_keyed.post(
+    "/attention/backward",
+    summary="Gradients of attention",
+    responses=schemas.responses("backward", *_BODY_ERRORS, 404, 410),
+    openapi_extra={"requestBody": schemas.request_body("backward")},
+)
+async def backward(request: Request, front: FrontEnd, owner: Owner) -> Response:
+    """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
+    timeout_s(request, front.settings)
+    message = await body.read(request, front.settings, wire.BACKWARD)
+    try:
+        worker = None
+        if message.options.get("residual") is None:
+            options = checks.backward(message).options
+        else:
+            options = checks.backward_by_residual(message)
+            worker = front.owner_of_residual(options["residual"], owner)
+        answer = await front.compute(
+            request, "backward", options, message, owner=owner, worker=worker
+        )
+    finally:
+        message.close()
+    return _reply(request, answer)
+
+
+@_keyed.post(
+    "/attention/check",
+    summary="Compare backends, or results of yours, with the reference",
+    responses=schemas.responses("check", *_BODY_ERRORS),
+    openapi_extra={"requestBody": schemas.request_body("check")},
+)
+async def check(request: Request, front: FrontEnd, owner: Owner) -> Response:
+    """Whether results agree within the error budget, tensor by tensor."""
+    timeout_s(request, front.settings)
+    message = await body.read(request, front.settings, wire.CHECK)
+    try:
+        options = checks.check(message).options
+        answer = await front.compute(request, "check", options, message, owner=owner)
+    finally:
+        message.close()
+    return _reply(request, answer)
+
+
+@_keyed.post(
+    "/attention/plan",
+    summary="What a request would cost",
+    responses=schemas.responses("plan", 400, 401, 408, 413, 415, 422, 500),
+    openapi_extra={"requestBody": schemas.request_body("plan")},
+)
+async def plan(request: Request, front: FrontEnd) -> Response:
+    """FLOPs, bytes, tiles and an estimate, from shapes alone."""
+    message = await body.read(request, front.settings, wire.PLAN)
+    options, problem = checks.plan(message)
+    result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
+    if accepted(request) == "json":
+        return JSONResponse(result)
+    return Response(msgpack.packb(result), media_type=wire.MEDIA_TYPE)
+
+
+@_keyed.delete(
+    "/attention/residual/{residual}",
+    summary="Free a saved forward",
+    status_code=204,
+    response_class=Response,
+    responses=schemas.responses(None, 401, 404, 410, 422, 429, 500, 503, 504),
+)
+async def release(request: Request, residual: str, front: FrontEnd, owner: Owner) -> Response:
+    """It frees itself when its time to live has passed."""
+    worker = front.owner_of_residual(residual, owner)
+    options = {"residual": residual}
+    await front.compute(request, "release", options, None, owner=owner, worker=worker)
+    return Response(status_code=204)
+
+
+@_open.head("/healthz", include_in_schema=False)
+@_open.get("/healthz", summary="The process lives")
+async def healthz() -> dict[str, str]:
+    """Always 200 while there is a process to answer."""
+    return {"status": "ok"}
+
+
+@_open.head("/readyz", include_in_schema=False)
+@_open.get("/readyz", summary="A worker takes requests", responses=schemas.responses(None, 503))
+async def readyz(front: FrontEnd) -> dict[str, Any]:
+    """200 once a worker has computed a real answer on its device, busy or not."""
+    if not front.pool.ready:
+        raise Refusal("no_worker", "no worker is ready")
+    return {"ready": True, "workers": len(front.pool.facts)}
+
+
+@_keyed.head("/info", include_in_schema=False)
+@_keyed.get("/info", summary="What this server is", responses=schemas.responses(None, 401))
+async def info(front: FrontEnd) -> dict[str, Any]:
+    """Workers and their devices, dtypes, limits, versions, and what each backend supports."""
+    return describe(front.settings, front.pool.facts)
+
+
+@_keyed.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}, **schemas.responses(None, 401)},
+)
+async def get_metrics(front: FrontEnd) -> Response:
+    """What this front end counted."""
+    text = front.metrics.exposition(front.pool.facts, front.settings.workers)
+    return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+
+
+@_keyed.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    return JSONResponse(request.app.openapi())
+
+
+@_keyed.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    return get_swagger_ui_html(openapi_url="/openapi.json", title="flashwire")
+
+
+def accepted(request: Request) -> str:
+    """The encoding of the reply: what Accept names, else the request's own."""
+    accept = request.headers.get("accept", "").lower()
+    names_msgpack, names_json = wire.MEDIA_TYPE in accept, body.JSON in accept
+    if names_msgpack != names_json:
+        return "json" if names_json else "msgpack"
+    given = request.headers.get("content-type", "").lower()
+    return "json" if given.startswith(body.JSON) else "msgpack"
+
+
+def timeout_s(request: Request, settings: Settings) -> float:
+    """How long the caller wants to wait for queue and compute. Raises Refusal (invalid)."""
+    given = request.headers.get(_TIMEOUT_HEADER)
+    if given is None:
+        return settings.max_timeout_ms / 1000
+    if not re.fullmatch("[0-9]{1,15}", given) or int(given) < 1:
+        raise Refusal(
+            "invalid",
+            f"{_TIMEOUT_HEADER} must be a positive whole number of milliseconds",
+            field=_TIMEOUT_HEADER,
+        )
+    return min(int(given), settings.max_timeout_ms) / 1000
+
+
+async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:
+    """The result of `work`, which is cancelled when the caller leaves: then ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reply(request: Request, answer: Answer) -> Response:
+    media_type = body.JSON if accepted(request) == "json" else wire.MEDIA_TYPE
+    if answer.memory is not None:
+        return MemoryResponse(answer.memory, answer.reply.size, media_type)
+    return Response(answer.reply.body, media_type=media_type)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title="flashwire",
+            version=version("flashwire"),
+            description="Exact attention, forward and backward, as a compute endpoint.",
+            routes=app.routes,
+        )
+        schema["components"]["schemas"] = schemas.components()
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,185 @@
+"""A request's body: received within its limits, copied where a worker can read it, and read.
+
+Small bodies stay bytes. Larger ones go chunk by chunk into memory that a worker will share; a
+msgpack message is read there while it arrives, so a bad header ends the upload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+from starlette.requests import Request
+
+from flashwire import wire
+from flashwire_service.errors import Refusal
+from flashwire_service.front import json_codec
+from flashwire_service.front.message import Message, quoted
+from flashwire_service.ipc.channel import MAX_INLINE
+from flashwire_service.ipc.memory import Memory
+from flashwire_service.settings import Settings
+
+JSON = "application/json"
+_SLOW_START_S = 10.0  # an upload may be slower than the minimum rate for so long
+
+
+async def read(request: Request, settings: Settings, schema: wire.Schema) -> Message:
+    """The message in a request's body. The caller closes it.
+
+    Raises Refusal: unsupported_media_type, too_large, malformed, invalid, request_timeout; and
+    ClientDisconnect.
+    """
+    media_type = media_type_of(request)
+    limit = settings.max_body_bytes
+    if media_type == JSON:
+        limit = min(limit, json_codec.MAX_BYTES)
+    total = _content_length(request, limit)
+    chunks = _chunks(request, limit, settings.min_upload_rate)
+    if media_type == JSON:
+        body = b"".join([chunk async for chunk in chunks])
+        message = await asyncio.to_thread(json_codec.decode, body, schema)
+        return _in_memory(message)
+    store = _Store()
+    try:
+        decoded = await _decode(chunks, store, schema, limit, total)
+        if schema.payload:
+            _place_offsets(decoded, store)
+        return Message(decoded.options, decoded.tensors, *store.take())
+    except wire.WireError as exc:
+        said = str(exc)
+        raise Refusal(exc.code, said, field=exc.field, reasons=(said,)) from None
+    finally:
+        store.close()
+
+
+def media_type_of(request: Request) -> str:
+    """The media type of the body; absent is msgpack. Raises Refusal for one not spoken."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Refusal(
+            "unsupported_media_type", f"content encoding {quoted(encoding)} is not spoken here"
+        )
+    given = request.headers.get("content-type", wire.MEDIA_TYPE)
+    media_type = given.partition(";")[0].strip().lower()
+    if media_type not in (wire.MEDIA_TYPE, JSON):
+        raise Refusal(
+            "unsupported_media_type",
+            f"content type {quoted(given)} is not spoken here; {wire.MEDIA_TYPE} and {JSON} are",
+        )
+    return media_type
+
+
+def _content_length(request: Request, limit: int) -> int | None:
+    """The parser has made sure that it is a number, and alone."""
+    given = request.headers.get("content-length")
+    if given is None:
+        return None
+    if int(given) > limit:
+        raise _too_large(f"the body has {int(given)} bytes", limit)
+    return int(given)
+
+
+async def _chunks(request: Request, limit: int, min_rate: int) -> AsyncIterator[bytes]:
+    """The body as it comes, counted."""
+    clock = asyncio.get_running_loop().time
+    received, started = 0, clock()
+    stream = request.stream()
+    while True:
+        patience = started + _SLOW_START_S + received / min_rate if min_rate else None
+        try:
+            async with asyncio.timeout_at(patience):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            raise Refusal(
+                "request_timeout",
+                f"{received} bytes came in {clock() - started:.0f} s; at least {min_rate} "
+                "a second must",
+            ) from None
+        if chunk is None:
+            return
+        received += len(chunk)
+        if received > limit:
+            raise _too_large("the body is larger", limit)
+        yield chunk
+
+
+async def _decode(
+    chunks: AsyncIterator[bytes],
+    store: _Store,
+    schema: wire.Schema,
+    limit: int,
+    total: int | None,
+) -> wire.Message:
+    decoder = wire.Decoder(schema, wire.Limits(max_message=limit), total=total)
+    async for chunk in chunks:
+        store.add(chunk)
+        if store.size >= decoder.need and not decoder.done:
+            decoder.advance(store.view, store.size)
+        elif decoder.done and chunk:
+            raise wire.WireError("bytes follow the end of the message")
+    if not decoder.done:
+        decoder.advance(store.view, store.size, final=True)
+    return decoder.message
+
+
+class _Store:
+    """Bytes that arrive: in this process while few, else in shared memory."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._few = b""
+        self._memory: Memory | None = None
+
+    def add(self, chunk: bytes) -> None:
+        self.size += len(chunk)
+        if self._memory is not None:
+            self._memory.write([chunk])
+        elif self.size <= MAX_INLINE:
+            self._few += chunk
+        else:
+            self._memory = Memory.create()
+            self._memory.write([self._few, chunk])
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._few) if self._memory is None else self._memory.view
+
+    def take(self) -> tuple[bytes | Memory, int]:
+        """What has arrived, which is then the caller's."""
+        memory, self._memory = self._memory, None
+        return (self._few if memory is None else memory), self.size
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _place_offsets(message: wire.Message, store: _Store) -> None:
+    """Offsets given as plain lists become int64 tensors behind the message."""
+    for prefix, options in (("", message.options), ("request.", message.options.get("request"))):
+        for name in wire.OFFSETS:
+            if not isinstance(options, dict) or name not in options:
+                continue
+            try:
+                raw = np.array(options.pop(name), np.int64).astype("<i8").tobytes()
+            except OverflowError:
+                raise wire.WireError("is beyond int64", prefix + name, "invalid") from None
+            store.add(bytes(-store.size % wire.ALIGNMENT))
+            segments = ((store.size, len(raw)),) if raw else ()
+            ref = wire.TensorRef("int64", (len(raw) // 8,), segments)
+            message.tensors[prefix + name] = ref
+            store.add(raw)
+
+
+def _in_memory(message: Message) -> Message:
+    """The same message, its body in shared memory when it is too large for a frame."""
+    if isinstance(message.body, bytes) and message.size > MAX_INLINE:
+        memory = Memory.create()
+        memory.write([message.body])
+        message.body = memory
+    return message
+
+
+def _too_large(what: str, limit: int) -> Refusal:
+    return Refusal("too_large", f"{what}, the limit is {limit} bytes")

@@ -1,0 +1,181 @@
+"""What every request passes through: its id, web origins, counting, and a last catch.
+
+Pure ASGI, around all routes. Keys are checked in app.py, where the documentation shows them.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import traceback
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+
+from flashwire_service.errors import Refusal
+from flashwire_service.front import problems
+from flashwire_service.front.metrics import Metrics
+from flashwire_service.logs import Log
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_QUIET = ("/healthz", "/readyz", "/metrics")  # asked every few seconds: logged at debug
+_SKIPPED = 64 * 1024  # bytes of a body
+_CLIENT_LEFT = 499  # for the log and metrics; nobody is there to receive it
+_ALLOWED_HEADERS = "authorization, content-type, flashwire-timeout-ms, x-request-id"
+_EXPOSED_HEADERS = "x-request-id, retry-after"
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request on its way."""
+
+    id: str
+    origin: str | None  # an allowed one
+    started: float
+    body_read: bool  # all of it, or what is left is little enough to be skipped
+    received: int = 0
+    sent: int = 0
+    status: int = 0
+
+
+class Edge:
+    """Wraps the application. Never raises: a fault of ours becomes a problem with code internal."""
+
+    def __init__(self, app: App, origins: tuple[str, ...], metrics: Metrics, log: Log) -> None:
+        self._app = app
+        self._origins = origins
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        exchange = _Exchange(
+            id=request_id(headers),
+            origin=self._allowed(headers.get("origin")),
+            started=time.monotonic(),
+            body_read=_is_skippable(headers),
+        )
+        scope.setdefault("state", {})["request_id"] = exchange.id
+        receive, send = _counted(exchange, receive, send)
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                if exchange.origin and _is_preflight(scope, headers):
+                    await _answer_preflight(send)
+                else:
+                    await self._app(scope, receive, send)
+            except ClientDisconnect:
+                exchange.status = _CLIENT_LEFT
+            except Exception as exc:  # the last catch
+                await self._failed(exchange, exc, scope, receive, send)
+        self._done(exchange, scope)
+
+    def _allowed(self, origin: str | None) -> str | None:
+        if origin is None or not self._origins:
+            return None
+        return origin if origin in self._origins or "*" in self._origins else None
+
+    async def _failed(
+        self, exchange: _Exchange, exc: Exception, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """A fault of ours. Where it happened is for the log; no value of the request is."""
+        frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(exc.__traceback__)]
+        self._log.error("fault", id=exchange.id, exception=type(exc).__name__, at=frames[-4:])
+        if exchange.status:  # the reply has begun: cut it off rather than pass it for whole
+            raise ConnectionAbortedError from exc
+        refusal = Refusal("internal", "a fault of the server's; the request id is in its log")
+        await problems.response(refusal, exchange.id)(scope, receive, send)
+
+    def _done(self, exchange: _Exchange, scope: Scope) -> None:
+        seconds = time.monotonic() - exchange.started
+        route = getattr(scope.get("route"), "path", "unmatched")
+        status = exchange.status or _CLIENT_LEFT
+        self._metrics.answered(known_method(scope["method"]), route, status, seconds)
+        self._metrics.moved(exchange.received, exchange.sent)
+        log = self._log.debug if route in _QUIET else self._log.info
+        log(
+            "request",
+            id=exchange.id,
+            method=known_method(scope["method"]),
+            route=route,
+            status=status,
+            ms=round(seconds * 1000, 3),
+            received=exchange.received,
+            sent=exchange.sent,
+        )
+
+
+def request_id(headers: Headers) -> str:
+    """The caller's own id when it is one, else a fresh one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def known_method(method: str) -> str:
+    """A method as a label; what HTTP does not know would make the labels unbounded."""
+    known = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT")
+    return method if method in known else "_OTHER"
+
+
+def _is_skippable(headers: Headers) -> bool:
+    """Whether a body that nobody reads may be skipped, so that the connection can be kept.
+
+    A client that expects 100 may never send it: then what follows cannot be told.
+    """
+    if "transfer-encoding" in headers or "expect" in headers:
+        return False
+    return int(headers.get("content-length", "0")) <= _SKIPPED
+
+
+def _counted(exchange: _Exchange, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """The same channel, seen by the exchange, which adds its headers to the reply."""
+
+    async def counting_receive() -> Event:
+        event = await receive()
+        if event["type"] == "http.request":
+            exchange.received += len(event.get("body", b""))
+            exchange.body_read = exchange.body_read or not event.get("more_body", False)
+        return event
+
+    async def counting_send(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            exchange.status = event["status"]
+            headers = MutableHeaders(raw=event.setdefault("headers", []))
+            headers["x-request-id"] = exchange.id
+            if not exchange.body_read:  # what is still coming must not be taken for a request
+                headers["connection"] = "close"
+            if exchange.origin:
+                headers["access-control-allow-origin"] = exchange.origin
+                headers["access-control-expose-headers"] = _EXPOSED_HEADERS
+                headers.add_vary_header("origin")
+        elif event["type"] == "http.response.body":
+            exchange.sent += len(event.get("body", b""))
+        await send(event)
+
+    return counting_receive, counting_send
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+
+
+async def _answer_preflight(send: Send) -> None:
+    allow = [
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-headers", _ALLOWED_HEADERS.encode()),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": allow})
+    await send({"type": "http.response.body"})

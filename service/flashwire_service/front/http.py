@@ -1,0 +1,164 @@
+"""uvicorn's HTTP protocol, with what it answers by itself made ours.
+
+Bytes that are no request, and heads over their limit, get a problem document. A reply given before
+the request's body has come is followed by a short lingering, in which the rest of the body is
+thrown away: closing at once would reset the connection under the client before it read the reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from flashwire_service.errors import Refusal
+from flashwire_service.front import problems
+
+LINGER_BYTES = 8 * 2**20
+LINGER_S = 5.0
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. `max_header_bytes` bounds a request's line and headers together."""
+
+    max_header_bytes = 32 * 2**10
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._head_bytes = 0  # of the request whose head is being read
+        self._in_head = False
+        self._body_complete = True
+        self._lingering = False
+        self._discarded = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            self._discarded += len(data)
+            if self._discarded > LINGER_BYTES:
+                self.transport.abort()
+            return
+        began_in_head = self._in_head
+        super().data_received(data)
+        if began_in_head and self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)  # from the second piece on: a head without an end
+            if self._head_bytes > self.max_header_bytes:
+                self._refuse(self._headers_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self._body_complete = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers have no use here
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        app = self.app
+        if size > self.max_header_bytes:
+            self.app = _answering(self._headers_too_large())
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = app
+
+    def on_body(self, body: bytes) -> None:
+        if not self._lingering:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._body_complete = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(Refusal("malformed", "the bytes received are not an HTTP/1.1 request"))
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether the client may still be sending: a body, or what was no request."""
+        return not self._body_complete
+
+    def linger(self, transport: asyncio.Transport) -> None:
+        """Say that no more will be sent, and let the client read before the end."""
+        self._lingering = True
+        self.flow.resume_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+        self.loop.call_later(LINGER_S, transport.close)
+
+    def _headers_too_large(self) -> Refusal:
+        limit = self.max_header_bytes
+        return Refusal("headers_too_large", f"the head of a request may have {limit} bytes")
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer outside of any application. When an earlier request is still being answered, its
+        reply is the last: one cannot be put before it."""
+        self._body_complete = False
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self.pipeline.clear()
+            self.flow.pause_reading()
+            return
+        self.transport.write(_whole_reply(refusal))
+        self.transport.close()
+
+
+class _Lingering:
+    """A transport whose `close` waits for a client that is still sending. Otherwise as it was."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._closing = False
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        if self._protocol.expects_more and not self._transport.is_closing():
+            self._protocol.linger(self._transport)
+        else:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def _whole_reply(refusal: Refusal) -> bytes:
+    request_id = secrets.token_hex(12)
+    body = problems.encode(refusal, request_id)
+    head = (
+        f"content-type: {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
+        f"x-request-id: {request_id}\r\nconnection: close\r\n\r\n"
+    )
+    return STATUS_LINE[refusal.row.status] + head.encode("ascii") + body
+
+
+def _answering(refusal: Refusal) -> Any:
+    """An application that gives one answer."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        response = problems.response(refusal, secrets.token_hex(12))
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+    return app

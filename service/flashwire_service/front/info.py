@@ -1,0 +1,43 @@
+"""What GET /info says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from flashwire import wire
+from flashwire_kernels.types import FLOAT_DTYPES
+from flashwire_service.front import json_codec
+from flashwire_service.settings import Settings
+
+_LIMITS = (
+    "max_body_bytes",
+    "max_header_bytes",
+    "max_timeout_ms",
+    "queue_requests",
+    "queue_bytes",
+    "residual_ttl_s",
+    "residual_bytes",
+    "max_materialise_bytes",
+)
+
+
+def describe(settings: Settings, workers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The ready workers and what is common to them; `device` is None while none is ready."""
+    first = next(iter(workers.values()), {})
+    return {
+        "device": first.get("device"),
+        "dtypes": list(FLOAT_DTYPES),
+        "backends": first.get("backends", []),
+        "limits": {
+            **{name: getattr(settings, name) for name in _LIMITS},
+            "max_json_bytes": json_codec.MAX_BYTES,
+        },
+        "versions": {
+            "flashwire": version("flashwire"),
+            "wire": wire.VERSION,
+            **first.get("versions", {}),
+        },
+        "workers": [{"worker": index, **facts} for index, facts in sorted(workers.items())],
+    }

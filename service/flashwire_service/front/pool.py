@@ -1,0 +1,230 @@
+"""The workers as one front end sees them: send a job, await its reply, give it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flashwire.wire import TensorRef
+from flashwire_service.errors import Refusal
+from flashwire_service.ipc.channel import AsyncChannel, Channel, ChannelClosed, PacketTooLarge
+from flashwire_service.ipc.frames import (
+    Attach,
+    Cancel,
+    Drain,
+    Failure,
+    Frame,
+    Hello,
+    Job,
+    Ready,
+    Reply,
+    TensorSlot,
+)
+from flashwire_service.ipc.memory import Memory
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What a worker is asked to do; the fields of frames.Job. `body` stays the caller's."""
+
+    route: str
+    options: Mapping[str, Any]
+    tensors: Mapping[str, TensorRef] = field(default_factory=dict)
+    body: bytes | Memory = b""
+    size: int = 0
+    owner: str = ""
+    accept: str = "msgpack"
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Answer:
+    """A good reply: its frame and, when the body did not fit in it, the memory that holds it."""
+
+    reply: Reply
+    memory: Memory | None
+    worker: int
+
+
+class Workers(Protocol):
+    """What routes ask of a Pool; tests stand in for it."""
+
+    async def run(self, work: Work, worker: int | None = None) -> Answer: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def facts(self) -> Mapping[int, Mapping[str, Any]]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    index: int
+    channel: AsyncChannel
+    hello: Hello | None = None
+    waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+
+
+class Pool:
+    """Attached workers. Use it from its event loop only.
+
+    on_drain(grace) is called when the supervisor wants this process to finish and end,
+    on_orphaned() when the supervisor is gone.
+    """
+
+    def __init__(self, on_drain: Callable[[float], None], on_orphaned: Callable[[], None]) -> None:
+        self._on_drain = on_drain
+        self._on_orphaned = on_orphaned
+        self._control: AsyncChannel | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._ids = itertools.count(1)
+        self._draining = False
+
+    def listen(self, control: Channel) -> None:
+        """Take workers from the supervisor, and tell it that this front end serves."""
+        self._control = AsyncChannel(control, self._on_control, self._on_orphaned)
+        self._control.send(Ready())
+
+    def attach(self, index: int, sock: socket.socket) -> None:
+        """A worker is at the other end of this socket. It replaces its predecessor."""
+        if index in self._workers:
+            self._lose(self._workers[index])
+        worker: _Worker
+
+        def on_frame(frame: Frame, fd: int | None) -> None:
+            self._on_frame(worker, frame, fd)
+
+        channel = AsyncChannel(Channel(sock), on_frame, lambda: self._lose(worker))
+        self._workers[index] = worker = _Worker(index, channel)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker takes jobs, and this process is not ending."""
+        return bool(self.facts) and not self._draining
+
+    @property
+    def facts(self) -> dict[int, Mapping[str, Any]]:
+        """What each ready worker said of itself, with its pid."""
+        return {
+            w.index: {**w.hello.facts, "pid": w.hello.pid}
+            for w in self._workers.values()
+            if w.hello
+        }
+
+    def drain(self) -> None:
+        """Be ready no more. Requests in flight go on."""
+        self._draining = True
+
+    async def run(self, work: Work, worker: int | None = None) -> Answer:
+        """The answer of the least busy worker, or of the named one. The caller closes its memory.
+
+        Raises Refusal: what the worker refused; no_worker; worker_died; deadline_exceeded; gone
+        when the named worker is not there. When cancelled, it tells the worker that nobody waits.
+        """
+        chosen = self._choose(worker)
+        job = self._job(work)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        chosen.waiting[job.id] = future
+        try:
+            fd = work.body.fd if isinstance(work.body, Memory) else None
+            chosen.channel.send(job, fd)
+            async with asyncio.timeout(work.timeout_s):
+                return await future
+        except ChannelClosed:
+            raise _died() from None
+        except PacketTooLarge:
+            raise Refusal("malformed", "the options and headers are too large") from None
+        except TimeoutError:
+            _tell(chosen, Cancel(id=job.id))
+            limit = round(work.timeout_s * 1000)
+            raise Refusal("deadline_exceeded", f"there was no answer within {limit} ms") from None
+        except asyncio.CancelledError:
+            _tell(chosen, Cancel(id=job.id))
+            raise
+        finally:
+            del chosen.waiting[job.id]
+
+    def _choose(self, index: int | None) -> _Worker:
+        ready = [w for w in self._workers.values() if w.hello]
+        if index is not None:
+            ready = [w for w in ready if w.index == index]
+            if not ready:  # what it held went with it
+                raise Refusal("gone", "the worker that held this residual has ended")
+        if not ready:
+            raise Refusal("no_worker", "no worker is ready")
+        return min(ready, key=lambda w: len(w.waiting))
+
+    def _job(self, work: Work) -> Job:
+        now = time.monotonic()
+        return Job(
+            id=next(self._ids),
+            route=work.route,
+            options=dict(work.options),
+            tensors={
+                name: TensorSlot(ref.dtype, ref.shape, ref.segments)
+                for name, ref in work.tensors.items()
+            },
+            size=work.size,
+            body=work.body if isinstance(work.body, bytes) else None,
+            owner=work.owner,
+            accept=work.accept,
+            received=now,
+            deadline=now + work.timeout_s,
+        )
+
+    def _on_control(self, frame: Frame, fd: int | None) -> None:
+        match frame:
+            case Attach() if fd is not None:
+                self.attach(frame.peer, socket.socket(fileno=fd))
+            case Drain():
+                self._on_drain(frame.grace)
+
+    def _on_frame(self, worker: _Worker, frame: Frame, fd: int | None) -> None:
+        match frame:
+            case Hello():
+                worker.hello = frame
+            case Reply():
+                memory = None if fd is None else Memory.receive(fd, frame.size)
+                if future := _unanswered(worker, frame.id):
+                    future.set_result(Answer(frame, memory, worker.index))
+            case Failure():
+                if future := _unanswered(worker, frame.id):
+                    future.set_exception(
+                        Refusal(
+                            frame.code,
+                            frame.detail,
+                            field=frame.field,
+                            reasons=frame.reasons,
+                            retry_after=frame.retry_after,
+                        )
+                    )
+
+    def _lose(self, worker: _Worker) -> None:
+        """A worker has ended: whoever waits for it is told so."""
+        worker.channel.close()
+        if self._workers.get(worker.index) is worker:
+            del self._workers[worker.index]
+        for future in worker.waiting.values():
+            if not future.done():
+                future.set_exception(_died())
+
+
+def _unanswered(worker: _Worker, job_id: int) -> asyncio.Future[Answer] | None:
+    """Who waits for this job; nobody when it was given up in the meantime."""
+    future = worker.waiting.get(job_id)
+    return None if future is None or future.done() else future
+
+
+def _tell(worker: _Worker, frame: Frame) -> None:
+    """To a worker that may have ended: then there is nothing left to tell it."""
+    with contextlib.suppress(ChannelClosed):
+        worker.channel.send(frame)
+
+
+def _died() -> Refusal:
+    return Refusal("worker_died", "the worker that computed this request has ended")

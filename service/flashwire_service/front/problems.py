@@ -1,0 +1,75 @@
+"""Everything that is answered with an error, as application/problem+json (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from flashwire_service.errors import Refusal
+
+MEDIA_TYPE = "application/problem+json"
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def document(refusal: Refusal, request_id: str) -> dict[str, Any]:
+    """The members of a problem; the ones that do not apply are left out."""
+    members = {
+        "type": f"urn:flashwire:problem:{refusal.code}",
+        "title": refusal.row.title,
+        "status": refusal.row.status,
+        "detail": refusal.detail,
+        "code": refusal.code,
+        "error": refusal.detail,
+        "field": refusal.field,
+        "reasons": list(refusal.reasons) or None,
+        "request_id": request_id,
+    }
+    return {name: value for name, value in members.items() if value is not None}
+
+
+def encode(refusal: Refusal, request_id: str) -> bytes:
+    """The body of a problem. ASCII: a request may hold halves of characters."""
+    return json.dumps(document(refusal, request_id)).encode("ascii")
+
+
+def response(refusal: Refusal, request_id: str) -> Response:
+    """The reply to a refused request."""
+    headers = dict(refusal.headers)
+    if refusal.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
+    return Response(
+        encode(refusal, request_id),
+        status_code=refusal.row.status,
+        media_type=MEDIA_TYPE,
+        headers=headers,
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer refusals, and what the router says about unknown paths and methods."""
+
+    async def on_refusal(request: Request, exc: Exception) -> Response:
+        if not isinstance(exc, Refusal):
+            raise exc
+        return response(exc, request.state.request_id)
+
+    async def on_http_exception(request: Request, exc: Exception) -> Response:
+        if not isinstance(exc, HTTPException):
+            raise exc
+        allowed = {k.lower(): v for k, v in (exc.headers or {}).items()}
+        if request.method == "OPTIONS" and exc.status_code == 405:
+            return Response(status_code=204, headers=allowed)
+        code = _HTTP_CODES.get(exc.status_code, "malformed")
+        said = {
+            "not_found": "there is no such route; /docs lists what there is",
+            "method_not_allowed": f"{request.method} is not a method of this route",
+        }.get(code, "the request cannot be read")
+        return response(Refusal(code, said, headers=allowed), request.state.request_id)
+
+    app.add_exception_handler(Refusal, on_refusal)
+    app.add_exception_handler(HTTPException, on_http_exception)

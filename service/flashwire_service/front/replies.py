@@ -1,0 +1,42 @@
+"""A reply that a worker wrote into shared memory, sent as it lies there."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Send
+
+from flashwire_service.ipc.memory import Memory
+
+_CHUNK = 256 * 1024
+
+
+class MemoryResponse(Response):
+    """`size` bytes of memory as a body, chunk by chunk. Closes the memory."""
+
+    def __init__(self, memory: Memory, size: int, media_type: str) -> None:
+        self._memory = memory
+        self._size = size
+        super().__init__(None, media_type=media_type)
+        self.headers["content-length"] = str(size)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        try:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            view = self._memory.view
+            for start in range(0, self._size, _CHUNK):
+                end = min(start + _CHUNK, self._size)
+                # A copy: the transport may keep it for longer than the memory is ours.
+                chunk = bytes(view[start:end])
+                more = end < self._size
+                await send({"type": "http.response.body", "body": chunk, "more_body": more})
+        finally:
+            self._memory.close()

@@ -1,0 +1,89 @@
+"""The front-end process: `python -m flashwire_service.front.server FD`. Its parent starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from flashwire_service.front.app import create_app
+from flashwire_service.front.http import Protocol
+from flashwire_service.front.pool import Pool
+from flashwire_service.logs import Log
+from flashwire_service.process import Adopted, adopt
+from flashwire_service.settings import Settings
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server under a supervisor, which alone decides on signals."""
+
+    def __init__(self, adopted: Adopted, log: Log) -> None:
+        self._adopted = adopted
+        self.pool = Pool(on_drain=self.drain, on_orphaned=_orphaned)
+        app = create_app(adopted.settings, self.pool, log)
+        super().__init__(_config(app, adopted.settings))
+
+    async def run_until_drained(self) -> None:
+        """Serve on the inherited socket until a Drain frame, then finish what is in flight."""
+        self.pool.listen(self._adopted.control)
+        gc.freeze()  # what was imported stays: collections need not look at it again
+        await self._serve([socket.socket(fileno=self._adopted.fd)])
+
+    def drain(self, grace: float) -> None:
+        """Not ready at once; new connections are not taken; those in flight have `grace` s."""
+        self.pool.drain()
+        self.config.timeout_graceful_shutdown = max(1, round(grace))
+        self.should_exit = True
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until told to end."""
+    adopted = adopt(arguments)
+    log = Log(f"front-{adopted.index}", adopted.settings.log_level)
+    logging.getLogger("uvicorn").addHandler(_Forward(log))
+    server = Server(adopted, log)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.run_until_drained())
+    return os.EX_OK
+
+
+def _config(app: object, settings: Settings) -> uvicorn.Config:
+    Protocol.max_header_bytes = settings.max_header_bytes
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # a float will do
+    )
+
+
+def _orphaned() -> None:
+    """The supervisor is gone, or wants this process gone now."""
+    os._exit(os.EX_UNAVAILABLE)
+
+
+class _Forward(logging.Handler):
+    """uvicorn's warnings as lines of our log, without tracebacks."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.warning("uvicorn", message=record.getMessage())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -55,8 +55,10 @@ def prove(device: torch.device) -> None:
     q = torch.ones(1, 1, 1, 1, device=device)
     k, v = (torch.tensor(x, device=device).view(1, 1, 4, 1) for x in (_SCORES, _VALUES))
     spec = AttentionSpec(scale=1.0)
-    forward = api.forward(spec, q, k, v)
-    backward = api.backward(spec, q, k, v, torch.ones_like(q), out=forward.out, lse=forward.lse)
+    forward = api.forward(q, k, v, spec=spec)
+    backward = api.backward(
+        torch.ones_like(q), q, k, v, out=forward.out, lse=forward.lse, spec=spec
+    )
     got = {
         "out": forward.out,
         "lse": forward.lse,
@@ -81,7 +83,7 @@ def measure(device: torch.device) -> float:
     best = float("inf")
     for _ in range(_MEASURE_REPEATS):
         started = time.perf_counter()
-        api.forward(AttentionSpec(), x, x, x)
+        api.forward(x, x, x)
         synchronize(device)
         best = min(best, time.perf_counter() - started)
     return flops / best / 1e9

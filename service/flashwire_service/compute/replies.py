@@ -60,7 +60,7 @@ def _json(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> byt
 
 
 def _json_tensor(tensor: torch.Tensor) -> Any:
-    """Nested lists where a request's nested lists would mean the same, else with dtype and shape."""
+    """Nested lists where they would mean the same in a request, else with dtype and shape."""
     data = tensor.detach().cpu().tolist()
     if not bool(tensor.isfinite().all()):
         data = _json_value(data)

@@ -72,7 +72,7 @@ def _compute(
         intake.finish(ticket, time.monotonic() - started)
         try:
             if ticket.abandoned:
-                jobs.discard(answer)
+                jobs.discard(ticket, answer)
             else:
                 links.answer(ticket, answer.frame, answer.fd)
         finally:

@@ -1,0 +1,50 @@
+"""Whatever a job raises -> a Failure of the service's table. No traceback, no path in a reply."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from flashwire_kernels.errors import InvalidAttention, NotEnoughMemory, UnsupportedBackend
+from flashwire_service.compute.residuals import Gone
+from flashwire_service.ipc.frames import Failure
+
+_GONE = "the residual has expired, was released, made room for others, or ended with its worker"
+# torch on a CPU raises a bare RuntimeError, told apart by its text alone.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+def failure_of(error: BaseException, job_id: int, prefix: str = "") -> Failure:
+    """The failure that an exception amounts to. `prefix` is put before the names of fields."""
+    failure = _failure_of(error, prefix)
+    return dataclasses.replace(failure, id=job_id)
+
+
+def _failure_of(error: BaseException, prefix: str) -> Failure:
+    if isinstance(error, InvalidAttention):
+        fields = [prefix + v.field for v in error.violations]
+        reasons = [f"{f}: {v.message}" for f, v in zip(fields, error.violations, strict=True)]
+        return _make("invalid", "; ".join(reasons), fields[0], reasons)
+    if isinstance(error, UnsupportedBackend):
+        return _make("unsupported_backend", str(error), f"{prefix}backend", list(error.reasons))
+    if isinstance(error, NotEnoughMemory):
+        return _make("not_enough_memory", str(error))
+    if isinstance(error, Gone):
+        return _make("gone", _GONE)
+    if is_out_of_memory(error):
+        return _make("not_enough_memory", "the device ran out of memory while computing this")
+    return _make("internal", "the worker failed to compute this; the server's log says why")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, in any of the ways this is said."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def _make(
+    code: str, detail: str, field: str | None = None, reasons: list[str] | None = None
+) -> Failure:
+    return Failure(id=0, code=code, detail=detail, field=field, reasons=tuple(reasons or ()))

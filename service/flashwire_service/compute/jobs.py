@@ -1,0 +1,284 @@
+"""One function per route: a job's options and tensors -> kernels -> the body of its reply."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashwire_kernels import api
+from flashwire_kernels.errors import InvalidAttention, NotEnoughMemory, Violation
+from flashwire_kernels.tensors import Backward, Forward, Wanted
+from flashwire_kernels.types import AttentionSpec
+from flashwire_service.compute import device as devices
+from flashwire_service.compute import replies
+from flashwire_service.compute.arrays import tensor_at
+from flashwire_service.compute.failures import failure_of
+from flashwire_service.compute.intake import Ticket
+from flashwire_service.compute.residuals import Residuals, Saved
+from flashwire_service.ipc.frames import Failure, Job, Reply
+from flashwire_service.ipc.memory import Memory
+from flashwire_service.logs import Log
+from flashwire_service.settings import Settings
+
+_OF_BACKWARD = ("dout", "dlse", "out", "lse")
+# Up to here nobody asks how much memory is left, which costs as much as a small attention.
+_SURELY_THERE = 64 * 2**20
+_SMALL_INPUTS = 2**20
+
+Options = Mapping[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes back to the front end. `close` it once it is sent."""
+
+    frame: Reply | Failure
+    memory: Memory | None = None
+    residual: str | None = None
+
+    @property
+    def fd(self) -> int | None:
+        return None if self.memory is None else self.memory.fd
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a route has computed. The reply's `meta` says who `ran`; there is none without."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    ran: Forward | Backward | None = None
+    seed: int | None = None
+    residual: str | None = None  # made by this job
+    used: str | None = None  # to be released once the reply is made
+
+
+class Jobs:
+    """Computes jobs on one device, one at a time, and holds the residuals."""
+
+    def __init__(self, device: torch.device, settings: Settings, worker: int, log: Log) -> None:
+        self._device = device
+        self._log = log
+        self._residuals = Residuals(
+            signing_key=settings.signing_key,
+            worker=worker,
+            ttl_s=settings.residual_ttl_s,
+            max_bytes=settings.residual_bytes,
+        )
+        self._max_materialise = settings.max_materialise_bytes
+        self.broken = False  # the device is beyond repair in this process
+
+    def sweep(self) -> None:
+        """Free residuals whose time is up."""
+        self._residuals.sweep()
+
+    def discard(self, ticket: Ticket, answer: Answer) -> None:
+        """Nobody waits for this answer, so nobody will ever know its residual."""
+        if answer.residual is not None:
+            self._residuals.release(answer.residual, ticket.job.owner)
+
+    def run(self, ticket: Ticket, queue_depth: int = 0) -> Answer:
+        """Compute a job. Never raises: what goes wrong is an answer too."""
+        job, started = ticket.job, time.monotonic()
+        try:
+            body = ticket.memory.view if ticket.memory else bytearray(job.body or b"")
+            tensors = {
+                name: tensor_at(body, slot).to(self._device) for name, slot in job.tensors.items()
+            }
+            outcome = _ROUTES[job.route](self, job, tensors)
+            devices.synchronize(self._device)
+            return self._reply(job, outcome, started, queue_depth)
+        except Exception as e:
+            return Answer(self._failure(job, e))
+
+    # Routes
+
+    def attention(self, job: Job, tensors: Tensors) -> Outcome:
+        options = job.options
+        spec = _spec(options, draw_seed=True)
+        save = bool(options.get("save_for_backward"))
+        backend = options.get("backend") or "auto"
+        result_bytes = _forward_bytes(tensors)
+        kept_bytes = _total_bytes(tensors) + result_bytes if save else 0
+        self._residuals.require(kept_bytes)
+        limit = self._memory_limit(job, backend, tensors, result_bytes, kept_bytes)
+        forward = api.forward(**tensors, spec=spec, backend=backend, memory_limit=limit)
+        outcome = Outcome(
+            tensors={"out": forward.out, "lse": forward.lse if options.get("return_lse") else None},
+            ran=forward,
+            seed=_seed(spec),
+        )
+        if save:
+            saved = Saved(
+                spec=spec,
+                tensors={name: _owned(t) for name, t in tensors.items()},
+                out=forward.out,
+                lse=forward.lse,
+                backend=forward.backend,
+            )
+            outcome.residual = outcome.values["residual"] = self._residuals.keep(saved, job.owner)
+        return outcome
+
+    def backward(self, job: Job, tensors: Tensors) -> Outcome:
+        options = job.options
+        own = {name: tensors.pop(name) for name in _OF_BACKWARD if name in tensors}
+        if "dout" not in own:
+            raise InvalidAttention([Violation("dout", "is missing")])
+        key = options.get("residual")
+        if key is None:
+            spec = _spec(options)
+            backend = options.get("backend") or "auto"
+        else:
+            saved = self._residuals.get(key, job.owner)
+            spec, tensors = saved.spec, dict(saved.tensors)
+            own |= {"out": saved.out, "lse": saved.lse}
+            backend = options.get("backend") or saved.backend
+        wanted = Wanted(bias=bool(options.get("bias_grad")), sinks=bool(options.get("sinks_grad")))
+        limit = self._memory_limit(job, backend, tensors, _total_bytes(tensors))
+        backward = api.backward(
+            **own, **tensors, spec=spec, wanted=wanted, backend=backend, memory_limit=limit
+        )
+        g = backward.gradients
+        return Outcome(
+            tensors={"dq": g.dq, "dk": g.dk, "dv": g.dv, "dbias": g.dbias, "dsinks": g.dsinks},
+            ran=backward,
+            seed=_seed(spec),
+            used=key if options.get("release") else None,
+        )
+
+    def release(self, job: Job, tensors: Tensors) -> Outcome:
+        self._residuals.release(job.options["residual"], job.owner)
+        return Outcome()
+
+    # What routes share
+
+    def _memory_limit(
+        self, job: Job, backend: str, tensors: Tensors, result_bytes: int, kept_bytes: int = 0
+    ) -> int | None:
+        """What a backend may take beside inputs and results; None for what is surely there.
+
+        Raises NotEnoughMemory when there is no room for results, once as tensors and once as the
+        reply. The system promises more memory than it has, and kills whoever then uses it.
+        """
+        needed = 2 * result_bytes + kept_bytes
+        if job.accept == "json":
+            needed += result_bytes // tensors["q"].dtype.itemsize * replies.JSON_BYTES_PER_ELEMENT
+        limit = self._max_materialise if backend == "reference" else None
+        if needed <= _SURELY_THERE and _total_bytes(tensors) <= _SMALL_INPUTS:
+            return limit
+        there = devices.available_bytes(self._device)
+        if needed > there:
+            raise NotEnoughMemory(needed, there)
+        return min(there - needed, limit or there)
+
+    def _reply(self, job: Job, outcome: Outcome, started: float, queue_depth: int) -> Answer:
+        now = time.monotonic()
+        queue_ms, compute_ms = 1000 * (started - job.received), 1000 * (now - started)
+        values = dict(outcome.values)
+        if outcome.ran is not None:
+            timings = {
+                "queue": queue_ms, "compute": compute_ms, "total": queue_ms + compute_ms,
+            }  # fmt: skip
+            values["meta"] = self._meta(outcome.ran, outcome.seed, timings)
+        try:
+            body = replies.encode(job.accept, values, outcome.tensors)
+        except BaseException:
+            if outcome.residual is not None:
+                self._residuals.release(outcome.residual, job.owner)
+            raise
+        if outcome.used is not None:
+            self._residuals.release(outcome.used, job.owner)
+        frame = Reply(
+            id=job.id,
+            size=body.size,
+            body=body.inline,
+            backend="" if outcome.ran is None else outcome.ran.backend,
+            queue_ms=queue_ms,
+            compute_ms=compute_ms,
+            residual_bytes=self._residuals.held_bytes,
+            queue_depth=queue_depth,
+        )
+        return Answer(frame, body.memory, outcome.residual)
+
+    def _meta(
+        self, ran: Forward | Backward, seed: int | None, timings: dict[str, float]
+    ) -> dict[str, Any]:
+        return {
+            "backend": ran.backend,
+            "device": str(self._device),
+            "skipped": [{"backend": s.backend, "reasons": list(s.reasons)} for s in ran.skipped],
+            **({} if seed is None else {"seed": seed}),
+            "precision": ran.precision,
+            "timings_ms": timings,
+        }
+
+    def _failure(self, job: Job, error: Exception) -> Failure:
+        failure = failure_of(error, job.id, "request." if job.route == "check" else "")
+        if failure.code == "internal":
+            self._log.error("job failed", route=job.route, error=traceback.format_exc())
+            self._look_after_device()
+        return failure
+
+    def _look_after_device(self) -> None:
+        """Some faults leave a CUDA context that answers nothing else: only a new process helps."""
+        try:
+            devices.synchronize(self._device)
+        except RuntimeError:
+            self.broken = True
+
+
+_ROUTES: dict[str, Callable[[Jobs, Job, Tensors], Outcome]] = {
+    "attention": Jobs.attention,
+    "backward": Jobs.backward,
+    "release": Jobs.release,
+}
+
+
+def _spec(options: Options, *, draw_seed: bool = False) -> AttentionSpec:
+    """The options of an attention. A forward may draw a seed for its dropout."""
+    dropout = options.get("dropout") or {}
+    p, seed = dropout.get("p", 0.0), dropout.get("seed")
+    window = options.get("window")
+    return AttentionSpec(
+        scale=options.get("scale"),
+        causal=options.get("causal", False),
+        causal_align=options.get("causal_align", "bottom_right"),
+        window=None if window is None else tuple(window),
+        softcap=options.get("softcap"),
+        dropout_p=p,
+        dropout_seed=secrets.randbits(64) if draw_seed and p and seed is None else seed,
+        layout=options.get("layout"),
+        precision=options.get("precision", "ieee"),
+    )
+
+
+def _seed(spec: AttentionSpec) -> int | None:
+    """The seed that mattered."""
+    return spec.dropout_seed if spec.dropout_p else None
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Not in the request's memory, which goes with the request."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
+
+
+def _total_bytes(tensors: Tensors) -> int:
+    return sum(t.nbytes for t in tensors.values())
+
+
+def _forward_bytes(tensors: Tensors) -> int:
+    """out and lse, from the shapes of q and v: one row for each query of each head."""
+    q, v = tensors["q"], tensors["v"]
+    rows = q.numel() // q.shape[-1]
+    return rows * (v.shape[-1] * v.dtype.itemsize + (8 if q.dtype is torch.float64 else 4))

@@ -1,0 +1,407 @@
+"""Jobs on the real kernels: real message bytes in, real reply bytes out."""
+
+import json
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from flashwire import wire
+from flashwire_kernels import api
+from flashwire_kernels.types import AttentionSpec
+from flashwire_service.compute import device as devices
+from flashwire_service.compute.arrays import NAMES, bytes_of, tensor_at
+from flashwire_service.compute.intake import Ticket
+from flashwire_service.compute.jobs import Jobs
+from flashwire_service.ipc.channel import MAX_INLINE
+from flashwire_service.ipc.frames import Failure, Job, Reply, TensorSlot
+from flashwire_service.ipc.memory import Memory
+from flashwire_service.logs import Log
+from flashwire_service.settings import Settings
+
+CPU = torch.device("cpu")
+SCHEMAS = {"attention": wire.ATTENTION, "backward": wire.BACKWARD, "check": wire.CHECK}
+
+
+@pytest.fixture
+def jobs():
+    return Jobs(CPU, Settings(residual_bytes=2**20), 0, Log("test", "error"))
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def qkv(*shape, dtype=torch.float32):
+    return {name: randn(*shape, dtype=dtype, seed=i) for i, name in enumerate("qkv")}
+
+
+def ticket(route, options=None, tensors=None, *, accept="msgpack", owner="", memory=False):
+    """A job as the front end would make it of the message that a client would send."""
+    options, tensors = options or {}, tensors or {}
+    payloads = {
+        n: (wire.Header(NAMES[t.dtype], tuple(t.shape)), bytes_of(t)) for n, t in tensors.items()
+    }
+    body = wire.encode(options, payloads)
+    slots = {}
+    if route in SCHEMAS:
+        refs = wire.decode(body, SCHEMAS[route]).tensors
+        slots = {n: TensorSlot(r.dtype, r.shape, r.segments) for n, r in refs.items()}
+    job = Job(
+        id=7,
+        route=route,
+        options=options,
+        tensors=slots,
+        size=len(body),
+        body=None if memory else body,
+        owner=owner,
+        accept=accept,
+        received=time.monotonic(),
+        deadline=time.monotonic() + 60,
+    )
+    if not memory:
+        return Ticket(job, None)
+    with Memory.create() as sent:
+        sent.write([body])
+        return Ticket(job, None, Memory.receive(os.dup(sent.fd), len(body)))
+
+
+def reply_of(answer):
+    """(values, tensors) of a good msgpack reply."""
+    assert isinstance(answer.frame, Reply), answer.frame
+    raw = bytearray(answer.frame.body or answer.memory.view)
+    assert len(raw) == answer.frame.size
+    answer.close()
+    message = wire.decode(raw, wire.REPLY)
+    tensors = {
+        name: tensor_at(raw, TensorSlot(ref.dtype, ref.shape, ref.segments))
+        for name, ref in message.tensors.items()
+    }
+    return message.options, tensors
+
+
+def failure_of(answer) -> Failure:
+    assert isinstance(answer.frame, Failure), answer.frame
+    assert answer.frame.id == 7
+    return answer.frame
+
+
+def json_of(answer):
+    assert isinstance(answer.frame, Reply), answer.frame
+    raw = bytes(answer.frame.body or answer.memory.view)
+    answer.close()
+    return json.loads(raw)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_attention_is_what_the_kernels_say_bit_for_bit(jobs, dtype, memory):
+    x = qkv(1, 2, 5, 8, dtype=dtype)
+    answer = jobs.run(
+        ticket("attention", {"causal": True, "return_lse": True}, x, memory=memory), queue_depth=3
+    )
+    assert (answer.frame.id, answer.frame.queue_depth) == (7, 3)
+    values, tensors = reply_of(answer)
+    want = api.forward(**x, spec=AttentionSpec(causal=True))
+    assert torch.equal(tensors["out"], want.out)
+    assert torch.equal(tensors["lse"], want.lse)
+    assert tensors["out"].dtype == dtype
+    meta = values["meta"]
+    assert meta["backend"] == answer.frame.backend == want.backend
+    assert meta["device"] == "cpu"
+    assert meta["precision"] == "ieee"
+    assert set(meta["timings_ms"]) == {"queue", "compute", "total"}
+    assert "seed" not in meta
+    assert "residual" not in values
+
+
+def test_lse_only_when_asked(jobs):
+    assert list(reply_of(jobs.run(ticket("attention", {}, qkv(1, 1, 2, 4))))[1]) == ["out"]
+
+
+def test_small_replies_travel_in_the_frame_and_large_ones_in_memory(jobs):
+    small = jobs.run(ticket("attention", {}, qkv(1, 1, 8, 8)))
+    assert small.memory is None
+    assert len(small.frame.body) <= MAX_INLINE
+    large = jobs.run(ticket("attention", {}, qkv(1, 4, 64, 64), memory=True))
+    assert large.frame.body is None
+    assert large.memory.size == large.frame.size > MAX_INLINE
+    _, tensors = reply_of(large)
+    assert torch.equal(tensors["out"], api.forward(**qkv(1, 4, 64, 64)).out)
+
+
+def test_a_named_backend_runs(jobs):
+    values, _ = reply_of(jobs.run(ticket("attention", {"backend": "reference"}, qkv(1, 1, 2, 4))))
+    assert values["meta"]["backend"] == "reference"
+
+
+def test_dropout_draws_a_seed_and_says_which(jobs):
+    x = {**qkv(1, 1, 64, 8), "v": torch.ones(1, 1, 64, 8)}
+    runs = [
+        reply_of(jobs.run(ticket("attention", {"dropout": dropout}, x)))
+        for dropout in ({"p": 0.5}, {"p": 0.5}, {"p": 0.5, "seed": 2**64 - 1})
+    ]
+    seeds = [values["meta"]["seed"] for values, _ in runs]
+    assert len(set(seeds)) == 3
+    assert seeds[2] == 2**64 - 1
+    again = {"dropout": {"p": 0.5, "seed": seeds[0]}}
+    _, tensors = reply_of(jobs.run(ticket("attention", again, x)))
+    assert torch.equal(tensors["out"], runs[0][1]["out"])
+    assert not torch.equal(runs[1][1]["out"], runs[0][1]["out"])
+
+
+def test_backward_draws_no_seed(jobs):
+    tensors = {**qkv(1, 1, 2, 4), "dout": randn(1, 1, 2, 4)}
+    failure = failure_of(jobs.run(ticket("backward", {"dropout": {"p": 0.5}}, tensors)))
+    assert (failure.code, failure.field) == ("invalid", "dropout")
+
+
+OPTIONS = {"causal": True, "window": [3, None], "softcap": 5.0, "dropout": {"p": 0.2, "seed": 5}}
+
+
+def extras(heads, length):
+    return {
+        "bias": randn(1, heads, length, length),
+        "sinks": randn(heads),
+        "alibi_slopes": randn(heads).abs(),
+        "mask": torch.rand(length, length, generator=torch.Generator().manual_seed(1)) > 0.3,
+    }
+
+
+def test_backward_by_residual_equals_backward_of_everything(jobs):
+    x = {**qkv(1, 2, 6, 8), **extras(2, 6)}
+    dout, dlse = randn(1, 2, 6, 8, seed=9), randn(1, 2, 6)
+    asked = {**OPTIONS, "return_lse": True, "save_for_backward": True, "backend": "reference"}
+    values, forward = reply_of(jobs.run(ticket("attention", asked, x, memory=True)))
+
+    wanted = {"bias_grad": True, "sinks_grad": True}
+    by_residual = {"residual": values["residual"], **wanted}
+    got_values, got = reply_of(
+        jobs.run(ticket("backward", by_residual, {"dout": dout, "dlse": dlse}))
+    )
+    assert got_values["meta"]["backend"] == "reference"  # the forward's own
+    assert got_values["meta"]["seed"] == 5
+    stateless = {**OPTIONS, **wanted, "backend": "reference"}
+    for known in (forward, {}):  # with out and lse, and recomputing them
+        _, want = reply_of(
+            jobs.run(ticket("backward", stateless, {**x, **known, "dout": dout, "dlse": dlse}))
+        )
+        assert set(got) == set(want) == {"dq", "dk", "dv", "dbias", "dsinks"}
+        for name in want:
+            torch.testing.assert_close(got[name], want[name])
+
+
+def test_a_residual_serves_until_it_is_released(jobs):
+    asked = {"save_for_backward": True}
+    answer = jobs.run(ticket("attention", asked, qkv(1, 1, 4, 8), owner="me"))
+    assert answer.frame.residual_bytes == 4 * (4 * 4 * 8 + 4)
+    residual = reply_of(answer)[0]["residual"]
+    dout = {"dout": randn(1, 1, 4, 8)}
+
+    def backward(owner="me", **options):
+        return jobs.run(ticket("backward", {"residual": residual, **options}, dout, owner=owner))
+
+    assert set(reply_of(backward())[1]) == {"dq", "dk", "dv"}
+    assert failure_of(backward(owner="you")).code == "gone"
+    reply_of(backward(release=True))
+    assert failure_of(backward()).code == "gone"
+
+
+def test_the_release_route(jobs):
+    answer = jobs.run(ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8)))
+    residual = {"residual": reply_of(answer)[0]["residual"]}
+    freed = jobs.run(ticket("release", residual))
+    assert isinstance(freed.frame, Reply)
+    assert freed.frame.residual_bytes == 0
+    assert failure_of(jobs.run(ticket("release", residual))).code == "gone"
+
+
+def test_a_failed_backward_keeps_the_residual(jobs):
+    answer = jobs.run(ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8)))
+    options = {"residual": reply_of(answer)[0]["residual"], "release": True}
+    failure = failure_of(jobs.run(ticket("backward", options, {"dout": randn(1, 1, 3, 8)})))
+    assert (failure.code, failure.field) == ("invalid", "dout")
+    assert failure_of(jobs.run(ticket("backward", options))).field == "dout"
+    reply_of(jobs.run(ticket("backward", options, {"dout": randn(1, 1, 4, 8)})))
+
+
+def test_a_residual_beyond_the_budget_is_507(jobs):
+    x = qkv(1, 1, 512, 256)
+    failure = failure_of(jobs.run(ticket("attention", {"save_for_backward": True}, x, memory=True)))
+    assert failure.code == "not_enough_memory"
+    assert str(2**20) in failure.detail
+
+
+def test_an_answer_that_nobody_waits_for_leaves_no_residual(jobs):
+    abandoned = ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8))
+    answer = jobs.run(abandoned)
+    jobs.discard(abandoned, answer)
+    after = jobs.run(ticket("attention", {}, qkv(1, 1, 4, 8)))
+    assert after.frame.residual_bytes == 0
+
+
+def test_the_requests_memory_goes_with_the_request(jobs):
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:flashwire" in line for line in maps)
+
+    before = mapped()
+    for options in ({"save_for_backward": True}, {"window": [-9, 0]}, {"backend": "triton"}):
+        sent = ticket("attention", options, qkv(1, 1, 64, 32), memory=True)
+        answer = jobs.run(sent)
+        sent.free()
+        assert mapped() == before
+        answer.close()
+
+
+def test_json_in_nested_lists_with_words_for_what_json_cannot_say(jobs):
+    x = {n: torch.tensor([[v]]) for n, v in {"q": 1.0, "k": 1.0, "v": math.inf}.items()}
+    options = {"return_lse": True, "dropout": {"p": 0.0, "seed": 1}}
+    got = json_of(jobs.run(ticket("attention", options, x, accept="json")))
+    assert got["lse"] == [1.0]
+    assert got["out"][0][0] in ("NaN", "Infinity")
+    assert got["meta"]["backend"]
+    hidden = {**x, "mask": torch.tensor([[False]])}
+    got = json_of(jobs.run(ticket("attention", options, hidden, accept="json")))
+    assert got["out"] == [[0.0]]
+    assert got["lse"] == ["-Infinity"]
+
+
+def test_json_of_other_dtypes_and_no_elements_says_so(jobs):
+    x = {n: torch.tensor([[1.5]], dtype=torch.bfloat16) for n in "qkv"}
+    got = json_of(jobs.run(ticket("attention", {}, x, accept="json")))
+    assert got["out"] == {"dtype": "bfloat16", "shape": [1, 1], "data": [[1.5]]}
+    empty = qkv(0, 4)
+    got = json_of(jobs.run(ticket("attention", {}, empty, accept="json")))
+    assert got["out"] == {"dtype": "float32", "shape": [0, 4], "data": []}
+
+
+def test_a_seed_is_a_string_in_json(jobs):
+    options = {"dropout": {"p": 0.5, "seed": 2**64 - 1}}
+    got = json_of(jobs.run(ticket("attention", options, qkv(2, 2), accept="json")))
+    assert got["meta"]["seed"] == str(2**64 - 1)
+
+
+def test_every_violation_is_named(jobs):
+    x = {
+        **qkv(4, 2, 8),
+        "cu_seqlens_q": torch.tensor([0, 3, 2]),
+        "cu_seqlens_k": torch.tensor([0, 9, 9]),
+    }
+    failure = failure_of(jobs.run(ticket("attention", {}, x)))
+    assert (failure.code, failure.field) == ("invalid", "cu_seqlens_q")
+    assert len(failure.reasons) == 2
+    assert all(reason in failure.detail for reason in failure.reasons)
+
+
+def test_a_backend_that_cannot_gives_its_reasons(jobs):
+    failure = failure_of(jobs.run(ticket("attention", {"backend": "triton"}, qkv(2, 8))))
+    assert (failure.code, failure.field) == ("unsupported_backend", "backend")
+    assert failure.reasons
+
+
+def test_a_result_larger_than_memory_is_refused_before_it_is_made(jobs):
+    """A few kilobytes can ask for terabytes: every query times every value dimension."""
+    x = {"q": torch.zeros(1, 1, 2**20, 1), "k": torch.zeros(1, 1, 1, 1)}
+    x["v"] = torch.zeros(1, 1, 1, 2**20)
+    started = time.monotonic()
+    failure = failure_of(jobs.run(ticket("attention", {}, x, memory=True)))
+    assert failure.code == "not_enough_memory"
+    assert str(2 * 4 * (2**40 + 2**20)) in failure.detail
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("secret at /home/me/file.py:3"), "internal"),
+        (MemoryError(), "not_enough_memory"),
+        (torch.OutOfMemoryError("CUDA out of memory at /a/b"), "not_enough_memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't"),
+            "not_enough_memory",
+        ),
+    ],
+)
+def test_foreign_errors_are_mapped_without_their_text(jobs, monkeypatch, capfd, error, code):
+    def fail(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(api, "forward", fail)
+    failure = failure_of(jobs.run(ticket("attention", {}, qkv(2, 8))))
+    assert failure.code == code
+    assert not any(word in failure.detail for word in ("/", ".py", ".cpp", "secret"))
+    logged = capfd.readouterr().err
+    assert ("secret at" in logged) == (code == "internal")
+    assert not jobs.broken
+
+
+def test_tensors_in_pieces_or_out_of_line_are_read_right():
+    want = torch.arange(6, dtype=torch.float32).view(2, 3)
+    raw = bytes_of(want)
+    shifted = bytearray(b"x" + bytes(raw))
+    assert torch.equal(tensor_at(shifted, TensorSlot("float32", (2, 3), ((1, 24),))), want)
+    parts = bytearray(bytes(raw[:10]) + b"??" + bytes(raw[10:]))
+    pieces = TensorSlot("float32", (2, 3), ((0, 10), (12, 14)))
+    assert torch.equal(tensor_at(parts, pieces), want)
+
+
+def test_aligned_tensors_share_the_bytes_they_lie_in():
+    raw = bytearray(16)
+    tensor = tensor_at(raw, TensorSlot("float32", (2,), ((8, 8),)))
+    tensor.fill_(1.0)
+    assert np.frombuffer(raw, np.float32).tolist() == [0, 0, 1, 1]
+
+
+def test_any_byte_but_zero_is_true():
+    raw = bytearray([0, 1, 2, 255])
+    mask = tensor_at(raw, TensorSlot("bool", (4,), ((0, 4),)))
+    assert mask.tolist() == [False, True, True, True]
+    assert mask.view(torch.uint8).tolist() == [0, 1, 1, 1]
+
+
+def test_zero_size_and_rank_zero():
+    assert tensor_at(bytearray(), TensorSlot("bfloat16", (2, 0), ())).shape == (2, 0)
+    assert tensor_at(bytearray(8), TensorSlot("int64", (), ((0, 8),))).shape == ()
+    assert len(bytes_of(torch.empty(0, 3))) == 0
+
+
+def test_bytes_are_those_of_the_logical_order():
+    assert bytes(bytes_of(torch.arange(4, dtype=torch.int32).view(2, 2).T)) == bytes(
+        np.array([0, 2, 1, 3], "<i4")
+    )
+
+
+def test_a_device_proves_itself():
+    devices.prove(CPU)
+    assert devices.choose("auto").type in ("cpu", "cuda")
+    assert devices.choose("cpu") == CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("setting", ["cuda", "cuda:3"])
+def test_a_device_that_is_not_there_is_named(setting):
+    with pytest.raises(devices.NoDevice, match=setting):
+        devices.choose(setting)
+
+
+def test_a_device_that_computes_nonsense_is_found_out(monkeypatch):
+    forward = api.forward
+
+    def wrong(*args, **kwargs):
+        result = forward(*args, **kwargs)
+        result.lse.add_(0.001)
+        return result
+
+    monkeypatch.setattr(api, "forward", wrong)
+    with pytest.raises(devices.WrongAnswer, match="lse"):
+        devices.prove(CPU)
+
+
+def test_memory_that_is_left_is_measured():
+    total = devices.facts(CPU)["memory_bytes"]
+    assert 0 < devices.available_bytes(CPU) <= total

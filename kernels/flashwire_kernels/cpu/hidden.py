@@ -1,0 +1,85 @@
+"""Keeping what nobody sees from mattering, when it is NaN, infinite or huge.
+
+The fast path needs none of this: 0 times a finite number is 0. Only where `tame` has found a value
+that is not, the keys that mask and bias hide from a head, and the rows that they leave no key,
+are replaced by zeros; and an infinity becomes a NaN, so that no exponential makes it finite again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from flashwire_kernels.cpu.part import Part, aligned
+from flashwire_kernels.geometry import Band
+
+_PAIRS_AT_ONCE = 1 << 20
+
+
+def scrub(part: Part) -> Part:
+    """The same part, careful. Where heads that share a key differ in seeing it, k and v are
+    given per query head (Hkv becomes Hq)."""
+    q, k, v = (nan_for_inf(t) for t in (part.q, part.k, part.v))
+    careful = dataclasses.replace(part, q=q, k=k, v=v, careful=True)
+    if part.mask is None and part.bias is None:
+        return careful
+    rows, keys = _seen(part)
+    if keys.shape[1] != 1 and part.group != 1:
+        k, v = (t.repeat_interleave(part.group, dim=1) for t in (k, v))
+    return dataclasses.replace(
+        careful,
+        q=aligned(q.where(rows, 0), q.dtype),
+        k=aligned(k.where(keys, 0), k.dtype),
+        v=aligned(v.where(keys, 0), v.dtype),
+        seen_rows=rows,
+    )
+
+
+def nan_for_inf(t: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN for every infinity."""
+    return t.masked_fill(t.isinf(), math.nan)
+
+
+def visible_by_position(band: Band, rows: range, keys: range, device: torch.device) -> torch.Tensor:
+    """Boolean (rows, keys)."""
+    ahead = relative(band, rows, keys, device)
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if band.left is not None:
+        visible &= ahead >= -band.left
+    if band.right is not None:
+        visible &= ahead <= band.right
+    return visible
+
+
+def relative(band: Band, rows: range, keys: range, device: torch.device) -> torch.Tensor:
+    """j - pos(i), int64 (rows, keys)."""
+    i = torch.arange(rows.start, rows.stop, device=device)
+    j = torch.arange(keys.start, keys.stop, device=device)
+    return j - (i[:, None] + band.offset)
+
+
+def _seen(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows see a key and which keys a row sees: (b, h, Lq, 1) and (b, h, Lk, 1), with b and h
+    those of mask and bias."""
+    len_q, len_k = part.q.shape[2], part.k.shape[2]
+    given = [t for t in (part.mask, part.bias) if t is not None]
+    b, h = (max(t.shape[dim] for t in given) for dim in (0, 1))
+    rows = torch.zeros((b, h, len_q), dtype=torch.bool)
+    keys = torch.zeros((b, h, len_k), dtype=torch.bool)
+    step = max(1, _PAIRS_AT_ONCE // (b * h * len_k))
+    for first in range(0, len_q, step):
+        block = range(first, min(first + step, len_q))
+        visible = visible_by_position(part.band, block, range(len_k), part.q.device)
+        if part.mask is not None:
+            visible = visible & _rows_of(part.mask, block)
+        if part.bias is not None:
+            visible = visible & (_rows_of(part.bias, block) != -math.inf)
+        rows[:, :, block.start : block.stop] = visible.any(-1)
+        keys |= visible.any(-2)
+    return rows[..., None], keys[..., None]
+
+
+def _rows_of(t: torch.Tensor, block: range) -> torch.Tensor:
+    return t if t.shape[2] == 1 else t[:, :, block.start : block.stop]

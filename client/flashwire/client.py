@@ -34,6 +34,19 @@ _GRACE = 10.0  # seconds beyond its deadline in which a server may still say tha
 _NOT_READY = (ConnectionLost, RequestError, UnexpectedReply)
 
 
+def _document(method: Callable[..., Any], operation: Callable[..., Any]) -> None:
+    """Give a method the name, docstring and signature of its operation."""
+    signature = inspect.signature(operation)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__name__ = operation.__name__
+    method.__qualname__ = operation.__qualname__
+    method.__doc__ = operation.__doc__
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[first, *signature.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+
+
 def _blocking(operation: Callable[P, Operation[T]]) -> Callable[Concatenate[Client, P], T]:
     def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._run(operation(*args, **kwargs))
@@ -236,19 +249,6 @@ class _Body:
         if self._size is None:
             self._buffer = np.frombuffer(b"".join(self._chunks), np.uint8)
         return Response(self._reply.status_code, self._reply.headers, self._buffer)
-
-
-def _document(method: Callable[..., Any], operation: Callable[..., Any]) -> None:
-    """Give a method the name, docstring and signature of its operation."""
-    signature = inspect.signature(operation)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    method.__name__ = operation.__name__
-    method.__qualname__ = operation.__qualname__
-    method.__doc__ = operation.__doc__
-    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[first, *signature.parameters.values()],
-        return_annotation=inspect.Signature.empty,
-    )
 
 
 def _checked_url(url: str) -> str:

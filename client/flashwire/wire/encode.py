@@ -7,7 +7,7 @@ its `buffers` interleaves them with the few bytes in between.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgpack
 
 from flashwire.wire.schema import (
     ALIGNMENT,
+    GROUP_ORDER,
     MAX_BIN,
     OPTION_ORDER,
     PIECE,
@@ -24,8 +25,6 @@ from flashwire.wire.schema import (
 )
 
 Buffer = bytes | bytearray | memoryview
-_OPTION_RANK = {name: rank for rank, name in enumerate(OPTION_ORDER)}
-_TENSOR_RANK = {name: rank for rank, name in enumerate(TENSOR_ORDER)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class _Writer:
         """One map: its options, its groups, its tensors. `prefix` is "" or "request."."""
         inside = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
         own = sorted((n for n in inside if "." not in n), key=_tensor_rank)
-        groups = list(dict.fromkeys(n.partition(".")[0] for n in inside if "." in n))
+        groups = sorted({n.partition(".")[0] for n in inside if "." in n}, key=_group_rank)
         plain = sorted((n for n in options if n not in groups), key=_option_rank)
         self._text += _map_head(len(plain) + len(groups) + len(own))
         for name in plain:
@@ -168,9 +167,12 @@ def _bin_head(size: int) -> bytes:
     return b"\xc6" + size.to_bytes(4, "big")
 
 
-def _option_rank(name: str) -> int:
-    return _OPTION_RANK.get(name, len(_OPTION_RANK))
+def _ranking(order: tuple[str, ...]) -> Callable[[str], int]:
+    """A sort key: names in this order, others behind them as they come."""
+    ranks = {name: rank for rank, name in enumerate(order)}
+    return lambda name: ranks.get(name, len(ranks))
 
 
-def _tensor_rank(name: str) -> int:
-    return _TENSOR_RANK.get(name, len(_TENSOR_RANK))
+_option_rank = _ranking(OPTION_ORDER)
+_group_rank = _ranking(GROUP_ORDER)
+_tensor_rank = _ranking(TENSOR_ORDER)

@@ -38,6 +38,7 @@ OPTION_ORDER = (
     "version", "residual", "release", *_SPEC, "backend", "return_lse", "save_for_backward",
     "bias_grad", "sinks_grad", "backends", "sram_elements",
 )  # fmt: skip
+GROUP_ORDER = ("request", "mine")  # maps of a check, between its options and its tensors
 
 
 @dataclass(frozen=True, slots=True)

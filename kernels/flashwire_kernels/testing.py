@@ -1,0 +1,246 @@
+"""Seeded inputs for a described attention, and combinations of options that cover every pair."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from flashwire_kernels.reference import parts, visible_pairs
+from flashwire_kernels.tensors import Inputs
+from flashwire_kernels.types import AttentionSpec, CausalAlign, Layout, TensorHeader
+from flashwire_kernels.validation import Problem, resolve
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention, described. Packed when `lens_q` and `lens_k` are given, else dense.
+
+    mask, bias   their shapes by letters: "bhqk" is full, "b11k" broadcasts over heads and queries,
+                 "k" has rank 1
+    alibi        slopes of shape "h" or "bh"
+    padding      packed rows beyond the last offset
+    blind_rows   with a mask: every fifth query sees nothing
+    poison       NaN and Inf wherever nothing visible is: keys that no query sees, queries that see
+                 no key (their dout and, without a sink, dlse too), rows beyond the last offset
+    """
+
+    batch: int = 2
+    heads_q: int = 2
+    heads_kv: int = 2
+    len_q: int = 24
+    len_k: int = 24
+    lens_q: tuple[int, ...] | None = None
+    lens_k: tuple[int, ...] | None = None
+    padding: int = 0
+    dim: int = 16
+    dim_v: int | None = None
+    dtype: str = "float32"
+    layout: Layout | None = None
+    rank: int = 4
+    scale: float | None = None
+    causal: bool = False
+    causal_align: CausalAlign = "bottom_right"
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    alibi: str | None = None
+    sinks: bool = False
+    mask: str | None = None
+    blind_rows: bool = True
+    bias: str | None = None
+    bias_dtype: str | None = None
+    dlse: bool = True
+    poison: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """What differs from the defaults: a test's id."""
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return ",".join(changed).replace(" ", "") or "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of a forward, by name and in the caller's layout; and of its backward."""
+
+    spec: AttentionSpec
+    tensors: dict[str, torch.Tensor]
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+def make(case: Case) -> Call:
+    """The call that a case describes, on the CPU. Equal cases give equal bits."""
+    draw = _Draw(case)
+    rows, optional = draw.rows(), draw.optional()
+    spec = AttentionSpec(
+        scale=case.scale,
+        causal=case.causal,
+        causal_align=case.causal_align,
+        window=case.window,
+        softcap=case.softcap,
+        dropout_p=case.dropout,
+        dropout_seed=2**40 + case.seed,
+    )
+    if case.poison:
+        _poison(case, spec, rows, optional)
+    called = {name: _as_called(case, t) for name, t in rows.items()}
+    return Call(
+        spec=dataclasses.replace(spec, layout=case.layout),
+        tensors={name: called[name] for name in "qkv"} | optional,
+        dout=called["dout"],
+        dlse=called["dlse"] if case.dlse else None,
+    )
+
+
+def pairwise(options: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, Value]]:
+    """Combinations of one value per option in which every pair of values occurs. Deterministic."""
+    names = list(options)
+    missing = {  # a dict, for its order
+        frozenset([(a, i), (b, j)]): None
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(options[a]))
+        for j in range(len(options[b]))
+    }
+    while missing:
+        chosen = dict(next(iter(missing)))
+        for name in names:
+            if name not in chosen:
+                gains = [
+                    sum(frozenset([(name, i), other]) in missing for other in chosen.items())
+                    for i in range(len(options[name]))
+                ]
+                chosen[name] = gains.index(max(gains))
+        for pair in itertools.combinations(chosen.items(), 2):
+            missing.pop(frozenset(pair), None)
+        yield {name: options[name][chosen[name]] for name in names}
+
+
+class _Draw:
+    """Random tensors of a case, in canonical form (see tensors.py)."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.generator = torch.Generator().manual_seed(case.seed)
+        lens_q, lens_k = case.lens_q, case.lens_k
+        self.packed = lens_q is not None and lens_k is not None
+        self.sizes = {"b": case.batch, "h": case.heads_q, "q": case.len_q, "k": case.len_k, "1": 1}
+        if lens_q is not None and lens_k is not None:
+            self.sizes |= {"b": len(lens_q), "q": max(lens_q), "k": max(lens_k)}
+            self.offsets = {"cu_seqlens_q": _offsets(lens_q), "cu_seqlens_k": _offsets(lens_k)}
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """q, k, v, dout and dlse."""
+        case, dim_v = self.case, self.case.dim_v or self.case.dim
+        if self.packed:
+            tokens = {n: int(t[-1]) + case.padding for n, t in self.offsets.items()}
+            q = (tokens["cu_seqlens_q"], case.heads_q)
+            k: tuple[int, ...] = (tokens["cu_seqlens_k"], case.heads_kv)
+        else:
+            q = (case.batch, case.heads_q, case.len_q)  # type: ignore[assignment]
+            k = (case.batch, case.heads_kv, case.len_k)
+        lse_dtype = "float64" if case.dtype == "float64" else "float32"
+        return {
+            "q": self._normal((*q, case.dim)),
+            "k": self._normal((*k, case.dim)),
+            "v": self._normal((*k, dim_v)),
+            "dout": self._normal((*q, dim_v)),
+            "dlse": self._normal(q, lse_dtype),
+        }
+
+    def optional(self) -> dict[str, torch.Tensor]:
+        """mask, bias, alibi_slopes, sinks and offsets, as far as the case has them."""
+        case, found = self.case, dict[str, torch.Tensor]()
+        if case.mask is not None:
+            found["mask"] = self._uniform(case.mask) > 0.25
+            if case.blind_rows and case.mask[-2:-1] == "q":
+                found["mask"][..., 3::5, :] = False
+        if case.bias is not None:
+            bias = self._normal(self._shape(case.bias), case.bias_dtype)
+            found["bias"] = bias.masked_fill(self._uniform(case.bias) < 0.05, -torch.inf)
+        if case.alibi is not None:
+            found["alibi_slopes"] = (self._uniform(case.alibi) / 2).to(_dtype(case.dtype))
+        if case.sinks:
+            found["sinks"] = self._normal((case.heads_q,))
+        return found | (self.offsets if self.packed else {})
+
+    def _shape(self, letters: str) -> tuple[int, ...]:
+        return tuple(self.sizes[letter] for letter in letters)
+
+    def _uniform(self, letters: str) -> torch.Tensor:
+        return torch.rand(self._shape(letters), generator=self.generator)
+
+    def _normal(self, shape: tuple[int, ...], dtype: str | None = None) -> torch.Tensor:
+        wide = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return wide.to(_dtype(dtype or self.case.dtype))
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _offsets(lens: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
+
+
+def _as_called(case: Case, t: torch.Tensor) -> torch.Tensor:
+    """A canonical q, k, v, dout or dlse in the case's layout and rank."""
+    if case.lens_q is not None:
+        return t
+    if case.rank == 2:
+        return t[0, 0]
+    if case.layout == "blhd" and t.dim() == 4:
+        t = t.transpose(1, 2).contiguous()
+    return t[0] if case.rank == 3 else t
+
+
+def _poison(
+    case: Case,
+    spec: AttentionSpec,
+    rows: dict[str, torch.Tensor],
+    optional: dict[str, torch.Tensor],
+) -> None:
+    """NaN and Inf, in place, where no visible pair has a part in them."""
+    problem = resolve_tensors(spec, {name: rows[name] for name in "qkv"} | optional)
+    given = {name: t for name, t in optional.items() if not name.startswith("cu_")}
+    x = Inputs(q=rows["q"], k=rows["k"], v=rows["v"], **given)
+    seen_q = torch.zeros(x.q.shape[:-1], dtype=torch.bool)
+    seen_k = torch.zeros(x.k.shape[:-1], dtype=torch.bool)
+    for part in parts(problem):
+        shape = (len(part.batch), problem.heads_q, part.len_q, part.len_k)
+        visible = visible_pairs(problem, part, x).expand(shape)
+        part.of_q(seen_q).copy_(visible.any(-1))
+        shared = visible.any(-2).reshape(shape[0], problem.heads_kv, problem.group, shape[3])
+        part.of_k(seen_k).copy_(shared.any(2))
+    x.q[~seen_q] = torch.inf
+    x.k[~seen_k] = torch.nan
+    x.v[~seen_k] = torch.inf
+    rows["dout"][~seen_q] = torch.nan
+    ignored = ~seen_q
+    if case.sinks:  # the sink takes the dlse of a row that sees nothing else
+        for part in parts(problem):
+            part.of_q(ignored).fill_(False)
+    rows["dlse"][ignored] = torch.nan
+
+
+def resolve_tensors(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> Problem:
+    """The Problem of tensors by name, offsets included."""
+    headers = {
+        name: TensorHeader(str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in tensors.items()
+    }
+    problem = resolve(spec, headers)
+    if not problem.packed:
+        return problem
+    return problem.with_offsets(tensors["cu_seqlens_q"].tolist(), tensors["cu_seqlens_k"].tolist())

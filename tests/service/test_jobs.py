@@ -139,22 +139,18 @@ def test_a_named_backend_runs(jobs):
     assert values["meta"]["backend"] == "reference"
 
 
-def test_dropout_draws_a_seed_and_says_which(jobs):
+def test_the_seed_of_a_dropout_is_returned(jobs):
     x = {**qkv(1, 1, 64, 8), "v": torch.ones(1, 1, 64, 8)}
     runs = [
-        reply_of(jobs.run(ticket("attention", {"dropout": dropout}, x)))
-        for dropout in ({"p": 0.5}, {"p": 0.5}, {"p": 0.5, "seed": 2**64 - 1})
+        reply_of(jobs.run(ticket("attention", {"dropout": {"p": 0.5, "seed": seed}}, x)))
+        for seed in (1, 1, 2**64 - 1)
     ]
-    seeds = [values["meta"]["seed"] for values, _ in runs]
-    assert len(set(seeds)) == 3
-    assert seeds[2] == 2**64 - 1
-    again = {"dropout": {"p": 0.5, "seed": seeds[0]}}
-    _, tensors = reply_of(jobs.run(ticket("attention", again, x)))
-    assert torch.equal(tensors["out"], runs[0][1]["out"])
-    assert not torch.equal(runs[1][1]["out"], runs[0][1]["out"])
+    assert [values["meta"]["seed"] for values, _ in runs] == [1, 1, 2**64 - 1]
+    assert torch.equal(runs[0][1]["out"], runs[1][1]["out"])
+    assert not torch.equal(runs[0][1]["out"], runs[2][1]["out"])
 
 
-def test_backward_draws_no_seed(jobs):
+def test_backward_needs_the_forwards_seed(jobs):
     tensors = {**qkv(1, 1, 2, 4), "dout": randn(1, 1, 2, 4)}
     failure = failure_of(jobs.run(ticket("backward", {"dropout": {"p": 0.5}}, tensors)))
     assert (failure.code, failure.field) == ("invalid", "dropout")
@@ -227,6 +223,67 @@ def test_a_failed_backward_keeps_the_residual(jobs):
     assert (failure.code, failure.field) == ("invalid", "dout")
     assert failure_of(jobs.run(ticket("backward", options))).field == "dout"
     reply_of(jobs.run(ticket("backward", options, {"dout": randn(1, 1, 4, 8)})))
+
+
+def test_gradients_of_what_a_residual_lacks_are_refused(jobs):
+    answer = jobs.run(ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8)))
+    options = {"residual": reply_of(answer)[0]["residual"], "bias_grad": True, "sinks_grad": True}
+    failure = failure_of(jobs.run(ticket("backward", options, {"dout": randn(1, 1, 4, 8)})))
+    assert (failure.code, failure.field) == ("invalid", "bias_grad")
+    assert len(failure.reasons) == 2
+
+
+def check_ticket(request, tensors, accept="msgpack", **options):
+    tensors = {n if "." in n or n == "dout" else f"request.{n}": t for n, t in tensors.items()}
+    return ticket("check", {"request": request, **options}, tensors, accept=accept)
+
+
+def test_check_compares_the_fastest_with_the_reference(jobs):
+    x = {**qkv(1, 2, 6, 8), "dout": randn(1, 2, 6, 8, seed=9)}
+    values, _ = reply_of(jobs.run(check_ticket({"causal": True}, x)))
+    assert values["pass"] is True
+    assert set(values["tensors"]) == {"out", "lse", "dq", "dk", "dv"}
+    for found in values["tensors"].values():
+        assert found["max_abs"] <= found["budget"]
+        assert set(found) == {"max_abs", "rel", "budget", "pass", "worst"}
+    meta = values["meta"]
+    assert (meta["backend"], meta["got"], meta["want"]) == ("cpu", "cpu", "reference")
+    assert meta["timings_ms"]["compute"] > 0
+
+
+def test_check_of_the_callers_own_results_finds_the_wrong_entry(jobs):
+    x = qkv(1, 2, 6, 8)
+    mine = api.forward(**x).out.clone()
+    mine[0, 1, 2, 3] += 0.5
+    values, _ = reply_of(jobs.run(check_ticket({}, {**x, "mine.out": mine})))
+    assert values["pass"] is False
+    assert values["tensors"]["out"]["worst"]["index"] == [0, 1, 2, 3]
+    mine[0, 1, 2, 3] = math.nan
+    got = json_of(jobs.run(check_ticket({}, {**x, "mine.out": mine}, accept="json")))
+    assert got["tensors"]["out"]["max_abs"] == "Infinity"
+    assert got["tensors"]["out"]["worst"]["got"] == "NaN"
+
+
+def test_a_check_too_large_to_materialise_is_507():
+    few = Jobs(CPU, Settings(max_materialise_bytes=2**16), 0, Log("test", "error"))
+    failure = failure_of(few.run(check_ticket({}, qkv(1, 1, 64, 8))))
+    assert failure.code == "not_enough_memory"
+    assert str(2**16) in failure.detail
+    reference = ticket("attention", {"backend": "reference"}, qkv(1, 1, 64, 8))
+    assert failure_of(few.run(reference)).code == "not_enough_memory"
+
+
+def test_fields_of_a_check_are_named_as_in_its_message(jobs):
+    x = qkv(4, 2, 8)
+    offsets = torch.tensor([0, 9])
+    packed = {**x, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    failure = failure_of(jobs.run(check_ticket({}, packed)))
+    assert failure.field == "request.cu_seqlens_q"
+    assert all(reason.startswith("request.") for reason in failure.reasons)
+    failure = failure_of(jobs.run(check_ticket({}, {**x, "mine.out": randn(3)})))
+    assert failure.field == "mine.out"
+    failure = failure_of(jobs.run(check_ticket({}, x, backends=["triton", "reference"])))
+    assert failure.code == "unsupported_backend"
 
 
 def test_a_residual_beyond_the_budget_is_507(jobs):

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from flashwire_kernels.errors import InvalidAttention, NotEnoughMemory, UnsupportedBackend
 from flashwire_service.compute.residuals import Gone
-from flashwire_service.ipc.frames import Failure
+from flashwire_service.ipc.frames import Failure, Job
 
 _GONE = "the residual has expired, was released, made room for others, or ended with its worker"
 # torch on a CPU raises a bare RuntimeError, told apart by its text alone.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
-def failure_of(error: BaseException, job_id: int, prefix: str = "") -> Failure:
-    """The failure that an exception amounts to. `prefix` is put before the names of fields."""
-    failure = _failure_of(error, prefix)
-    return dataclasses.replace(failure, id=job_id)
+# Fields of a check that do not stand in its "request".
+_OUTSIDE_REQUEST = ("mine.", "dout", "dlse", "backend")
 
 
-def _failure_of(error: BaseException, prefix: str) -> Failure:
+def failure_of(error: BaseException, job: Job) -> Failure:
+    """The failure that an exception amounts to, its fields named as in the message."""
+    place = _in_check if job.route == "check" else str
+    return dataclasses.replace(_failure_of(error, place), id=job.id)
+
+
+def _in_check(field: str) -> str:
+    return field if field.startswith(_OUTSIDE_REQUEST) else f"request.{field}"
+
+
+def _failure_of(error: BaseException, place: Callable[[str], str]) -> Failure:
     if isinstance(error, InvalidAttention):
-        fields = [prefix + v.field for v in error.violations]
+        fields = [place(v.field) for v in error.violations]
         reasons = [f"{f}: {v.message}" for f, v in zip(fields, error.violations, strict=True)]
         return _make("invalid", "; ".join(reasons), fields[0], reasons)
     if isinstance(error, UnsupportedBackend):
-        return _make("unsupported_backend", str(error), f"{prefix}backend", list(error.reasons))
+        return _make("unsupported_backend", str(error), place("backend"), list(error.reasons))
     if isinstance(error, NotEnoughMemory):
         return _make("not_enough_memory", str(error))
     if isinstance(error, Gone):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from flashwire_kernels import api
+from flashwire_kernels.check import check
 from flashwire_kernels.errors import InvalidAttention, NotEnoughMemory, Violation
-from flashwire_kernels.tensors import Backward, Forward, Wanted
+from flashwire_kernels.tensors import Backward, Forward, Skipped, Wanted
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import replies
@@ -54,12 +54,11 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a route has computed. The reply's `meta` says who `ran`; there is none without."""
+    """What a route has computed. `meta` lacks only the timings; None where nothing was computed."""
 
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    ran: Forward | Backward | None = None
-    seed: int | None = None
+    meta: dict[str, Any] | None = None
     residual: str | None = None  # made by this job
     used: str | None = None  # to be released once the reply is made
 
@@ -106,7 +105,7 @@ class Jobs:
 
     def attention(self, job: Job, tensors: Tensors) -> Outcome:
         options = job.options
-        spec = _spec(options, draw_seed=True)
+        spec = _spec(options)
         save = bool(options.get("save_for_backward"))
         backend = options.get("backend") or "auto"
         result_bytes = _forward_bytes(tensors)
@@ -116,8 +115,7 @@ class Jobs:
         forward = api.forward(**tensors, spec=spec, backend=backend, memory_limit=limit)
         outcome = Outcome(
             tensors={"out": forward.out, "lse": forward.lse if options.get("return_lse") else None},
-            ran=forward,
-            seed=_seed(spec),
+            meta=self._meta(forward, spec),
         )
         if save:
             saved = Saved(
@@ -144,7 +142,7 @@ class Jobs:
             spec, tensors = saved.spec, dict(saved.tensors)
             own |= {"out": saved.out, "lse": saved.lse}
             backend = options.get("backend") or saved.backend
-        wanted = Wanted(bias=bool(options.get("bias_grad")), sinks=bool(options.get("sinks_grad")))
+        wanted = _wanted(options, tensors)
         limit = self._memory_limit(job, backend, tensors, _total_bytes(tensors))
         backward = api.backward(
             **own, **tensors, spec=spec, wanted=wanted, backend=backend, memory_limit=limit
@@ -152,10 +150,31 @@ class Jobs:
         g = backward.gradients
         return Outcome(
             tensors={"dq": g.dq, "dk": g.dk, "dv": g.dv, "dbias": g.dbias, "dsinks": g.dsinks},
-            ran=backward,
-            seed=_seed(spec),
+            meta=self._meta(backward, spec),
             used=key if options.get("release") else None,
         )
+
+    def check(self, job: Job, tensors: Tensors) -> Outcome:
+        options, spec = job.options, _spec(job.options.get("request") or {})
+        mine = _under("mine.", tensors)
+        report = check(
+            **_under("request.", tensors),
+            dout=tensors.get("dout"),
+            backends=tuple(options.get("backends") or ("auto", "reference")),
+            mine=mine or None,
+            memory_limit=min(self._max_materialise, devices.available_bytes(self._device)),
+            spec=spec,
+        )
+        compared = {name: c.to_json() for name, c in report.tensors.items()}
+        meta = {
+            "backend": report.want if mine else report.got,
+            "device": str(self._device),
+            "skipped": _skipped(report.skipped),
+            "precision": spec.precision,
+            "got": report.got,
+            "want": report.want,
+        }
+        return Outcome(values={"pass": report.passed, "tensors": compared}, meta=meta)
 
     def release(self, job: Job, tensors: Tensors) -> Outcome:
         self._residuals.release(job.options["residual"], job.owner)
@@ -186,11 +205,10 @@ class Jobs:
         now = time.monotonic()
         queue_ms, compute_ms = 1000 * (started - job.received), 1000 * (now - started)
         values = dict(outcome.values)
-        if outcome.ran is not None:
-            timings = {
-                "queue": queue_ms, "compute": compute_ms, "total": queue_ms + compute_ms,
-            }  # fmt: skip
-            values["meta"] = self._meta(outcome.ran, outcome.seed, timings)
+        if outcome.meta is not None:
+            total_ms = queue_ms + compute_ms
+            timings = {"queue": queue_ms, "compute": compute_ms, "total": total_ms}
+            values["meta"] = {**outcome.meta, "timings_ms": timings}
         try:
             body = replies.encode(job.accept, values, outcome.tensors)
         except BaseException:
@@ -203,7 +221,7 @@ class Jobs:
             id=job.id,
             size=body.size,
             body=body.inline,
-            backend="" if outcome.ran is None else outcome.ran.backend,
+            backend=outcome.meta["backend"] if outcome.meta else "",
             queue_ms=queue_ms,
             compute_ms=compute_ms,
             residual_bytes=self._residuals.held_bytes,
@@ -211,20 +229,17 @@ class Jobs:
         )
         return Answer(frame, body.memory, outcome.residual)
 
-    def _meta(
-        self, ran: Forward | Backward, seed: int | None, timings: dict[str, float]
-    ) -> dict[str, Any]:
+    def _meta(self, ran: Forward | Backward, spec: AttentionSpec) -> dict[str, Any]:
         return {
             "backend": ran.backend,
             "device": str(self._device),
-            "skipped": [{"backend": s.backend, "reasons": list(s.reasons)} for s in ran.skipped],
-            **({} if seed is None else {"seed": seed}),
+            "skipped": _skipped(ran.skipped),
+            **({"seed": spec.dropout_seed} if spec.dropout_p else {}),
             "precision": ran.precision,
-            "timings_ms": timings,
         }
 
     def _failure(self, job: Job, error: Exception) -> Failure:
-        failure = failure_of(error, job.id, "request." if job.route == "check" else "")
+        failure = failure_of(error, job)
         if failure.code == "internal":
             self._log.error("job failed", route=job.route, error=traceback.format_exc())
             self._look_after_device()
@@ -241,14 +256,14 @@ class Jobs:
 _ROUTES: dict[str, Callable[[Jobs, Job, Tensors], Outcome]] = {
     "attention": Jobs.attention,
     "backward": Jobs.backward,
+    "check": Jobs.check,
     "release": Jobs.release,
 }
 
 
-def _spec(options: Options, *, draw_seed: bool = False) -> AttentionSpec:
-    """The options of an attention. A forward may draw a seed for its dropout."""
+def _spec(options: Options) -> AttentionSpec:
+    """The options of an attention. The front end has drawn the seed that a forward may lack."""
     dropout = options.get("dropout") or {}
-    p, seed = dropout.get("p", 0.0), dropout.get("seed")
     window = options.get("window")
     return AttentionSpec(
         scale=options.get("scale"),
@@ -256,16 +271,33 @@ def _spec(options: Options, *, draw_seed: bool = False) -> AttentionSpec:
         causal_align=options.get("causal_align", "bottom_right"),
         window=None if window is None else tuple(window),
         softcap=options.get("softcap"),
-        dropout_p=p,
-        dropout_seed=secrets.randbits(64) if draw_seed and p and seed is None else seed,
+        dropout_p=dropout.get("p", 0.0),
+        dropout_seed=dropout.get("seed"),
         layout=options.get("layout"),
         precision=options.get("precision", "ieee"),
     )
 
 
-def _seed(spec: AttentionSpec) -> int | None:
-    """The seed that mattered."""
-    return spec.dropout_seed if spec.dropout_p else None
+def _wanted(options: Options, tensors: Tensors) -> Wanted:
+    """Gradients asked for beside dq, dk, dv. Raises InvalidAttention for one of what is absent."""
+    asked = {name: bool(options.get(f"{name}_grad")) for name in ("bias", "sinks")}
+    wrong = [
+        Violation(f"{name}_grad", f"there is no {name} to differentiate")
+        for name, wish in asked.items()
+        if wish and name not in tensors
+    ]
+    if wrong:
+        raise InvalidAttention(wrong)
+    return Wanted(**asked)
+
+
+def _under(prefix: str, tensors: Tensors) -> Tensors:
+    """The tensors of a map inside the message, by their name in it."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _skipped(skipped: Sequence[Skipped]) -> list[dict[str, Any]]:
+    return [{"backend": s.backend, "reasons": list(s.reasons)} for s in skipped]
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ def test_every_mistake_is_reported_at_once_and_named() -> None:
     assert "70000" in said[0]
 
 
-@pytest.mark.parametrize("value", ["", "1.5", "1e3", "١", "-1", "99999999999999999999"])
+@pytest.mark.parametrize("value", ["", "1.5", "1e3", "\u0661", "-1", "99999999999999999999"])
 def test_a_port_must_be_a_plain_number(value: str) -> None:
     assert mistakes({"port": value})[0].startswith("--port: ")
 

@@ -107,14 +107,22 @@ class Protocol(HttpToolsProtocol):
         return Refusal("headers_too_large", f"the head of a request may have {limit} bytes")
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer outside of any application. When an earlier request is still being answered, its
-        reply is the last: one cannot be put before it."""
+        """Answer outside of any application, and end the connection.
+
+        What came is the body of the newest request, or no request. In the first case that request
+        is given up; in the second, one that is being answered comes first and is the last.
+        """
         self._body_complete = False
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False
-            self.pipeline.clear()
-            self.flow.pause_reading()
-            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            in_body = cycle.more_body and not self.pipeline and not cycle.response_started
+            if not in_body:
+                cycle.keep_alive = False
+                self.pipeline.clear()
+                self.flow.pause_reading()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.write(_whole_reply(refusal))
         self.transport.close()
 
@@ -157,7 +165,9 @@ def _answering(refusal: Refusal) -> Any:
     """An application that gives one answer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        response = problems.response(refusal, secrets.token_hex(12))
+        request_id = secrets.token_hex(12)
+        response = problems.response(refusal, request_id)
+        response.headers["x-request-id"] = request_id
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 

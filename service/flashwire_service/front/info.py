@@ -7,7 +7,9 @@ from importlib.metadata import version
 from typing import Any
 
 from flashwire import wire
-from flashwire_kernels.types import FLOAT_DTYPES
+from flashwire_kernels import support
+from flashwire_kernels.types import FLOAT_DTYPES, AttentionSpec, TensorHeader
+from flashwire_kernels.validation import resolve
 from flashwire_service.front import json_codec
 from flashwire_service.settings import Settings
 
@@ -29,7 +31,7 @@ def describe(settings: Settings, workers: Mapping[int, Mapping[str, Any]]) -> di
     return {
         "device": first.get("device"),
         "dtypes": list(FLOAT_DTYPES),
-        "backends": first.get("backends", []),
+        "backends": _backends(first.get("device", "cpu")),
         "limits": {
             **{name: getattr(settings, name) for name in _LIMITS},
             "max_json_bytes": json_codec.MAX_BYTES,
@@ -41,3 +43,13 @@ def describe(settings: Settings, workers: Mapping[int, Mapping[str, Any]]) -> di
         },
         "workers": [{"worker": index, **facts} for index, facts in sorted(workers.items())],
     }
+
+
+def _backends(device: str) -> list[dict[str, Any]]:
+    """Each backend, fastest first; `reasons` say why one cannot run even a plain attention here."""
+    header = TensorHeader("float32", (1, 1, 1, 8))
+    plain = resolve(AttentionSpec(), dict.fromkeys("qkv", header))
+    return [
+        {"backend": name, "reasons": list(support.reasons(name, plain, device))}
+        for name in support.BACKENDS
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashwire import wire
 from flashwire_kernels import plan as plans
+from flashwire_kernels import support
 from flashwire_kernels.errors import InvalidAttention
 from flashwire_kernels.validation import Problem
 from flashwire_service.errors import Refusal
@@ -25,18 +26,53 @@ def plan(
 ) -> dict[str, Any]:
     """The reply's members. Raises Refusal (invalid) for what cannot be counted."""
     facts = next(iter(workers.values()), {})
+    backend, skipped = _choose(options.backend, problem, facts.get("device", "cpu"))
     try:
         counted = plans.plan(
             problem, sram_elements=options.sram_elements, gflops=facts.get("gflops")
         )
+        extra = support.extra_bytes(backend, problem, backward=False)
+        reply = {
+            "backend": backend,
+            "skipped": skipped,
+            **dataclasses.asdict(counted),
+            "peak_bytes": counted.bytes_min + extra,
+            "wire_bytes_up": _up(options, problem, message),
+            "wire_bytes_down": _down(options, problem, message),
+        }
     except InvalidAttention as exc:
         raise checks.refusal(exc.violations) from None
     except OverflowError:
-        raise Refusal("invalid", "q: the shapes are too large to count", field="q") from None
-    return dataclasses.asdict(counted) | {
-        "wire_bytes_up": _up(options, problem, message),
-        "wire_bytes_down": _down(options, problem, message),
-    }
+        raise _uncountable() from None
+    if reply["peak_bytes"] >= 2**64 or reply["flops_bwd"] >= 2**64:
+        raise _uncountable()
+    return reply
+
+
+def _uncountable() -> Refusal:
+    reason = "q: the shapes are too large to count"
+    return Refusal("invalid", reason, field="q", reasons=(reason,))
+
+
+def _choose(
+    asked: str, problem: Problem, device: str
+) -> tuple[str, list[dict[str, str | list[str]]]]:
+    """The backend that would run, and the faster ones that would not.
+
+    Raises Refusal (unsupported_backend) for a named one that cannot.
+    """
+    if asked != "auto":
+        if reasons := support.reasons(asked, problem, device):
+            detail = f"backend {asked!r} cannot run this request: " + "; ".join(reasons)
+            raise Refusal("unsupported_backend", detail, field="backend", reasons=reasons)
+        return asked, []
+    skipped: list[dict[str, str | list[str]]] = []
+    for backend in support.BACKENDS:
+        reasons = support.reasons(backend, problem, device)
+        if not reasons:
+            return backend, skipped
+        skipped.append({"backend": backend, "reasons": list(reasons)})
+    raise Refusal("unsupported_backend", "no backend can run this request", field="backend")
 
 
 def _up(options: models.PlanOptions, problem: Problem, message: Message) -> int:

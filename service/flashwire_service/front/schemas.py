@@ -193,7 +193,7 @@ _REPLIES: dict[str, type[BaseModel]] = {"attention": AttentionReply, "backward":
 
 def components() -> dict[str, Any]:
     """The schemas that `request_body` and `responses` refer to."""
-    shown = [*_REQUESTS.values(), *_REPLIES.values(), ProblemReply]
+    shown: list[type[BaseModel]] = [*_REQUESTS.values(), *_REPLIES.values(), ProblemReply]
     _, definitions = models_json_schema(
         [(model, "validation") for model in shown], ref_template="#/components/schemas/{model}"
     )

@@ -27,7 +27,7 @@ class Server(uvicorn.Server):
         self._adopted = adopted
         self.pool = Pool(on_drain=self.drain, on_orphaned=_orphaned)
         app = create_app(adopted.settings, self.pool, log)
-        super().__init__(_config(app, adopted.settings))
+        super().__init__(config_of(app, adopted.settings))
 
     async def run_until_drained(self) -> None:
         """Serve on the inherited socket until a Drain frame, then finish what is in flight."""
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     return os.EX_OK
 
 
-def _config(app: object, settings: Settings) -> uvicorn.Config:
+def config_of(app: object, settings: Settings) -> uvicorn.Config:
+    """How uvicorn serves our application."""
     Protocol.max_header_bytes = settings.max_header_bytes
     return uvicorn.Config(
         app,  # type: ignore[arg-type]

@@ -73,7 +73,8 @@ async def front() -> AsyncIterator[Served]:
     pool = SlowPool()
     app = create_app(LIMITS, pool, Log("front", "error"))
     running = uvicorn.Server(server.config_of(app, LIMITS))
-    sock = socket.create_server(("127.0.0.1", 0))
+    # As the front end gets it: a number, from which Python learns that it is TCP (no delays then).
+    sock = socket.socket(fileno=socket.create_server(("127.0.0.1", 0)).detach())
     task = asyncio.create_task(running._serve([sock]))
     yield Served(sock.getsockname()[1], pool)
     running.should_exit = True

@@ -116,9 +116,9 @@ class WireError(ValueError):
         code: Literal["malformed", "invalid", "too_large"] = "malformed",
     ) -> None:
         self.code = code
-        self.field = field
+        self.field = None if field is None else field[:200]
         self.detail = detail
-        super().__init__(f"{field}: {detail}" if field else detail)
+        super().__init__(f"{self.field}: {detail}" if self.field else detail)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import numpy as np
 import torch
 from rich.console import Console
@@ -205,8 +204,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], said: Callable[[], str])
             raise DemoError(f"the service ended with status {process.returncode}:\n{said()}")
         address = re.search(r"^flashwire: listening on (http://\S+)$", said(), re.MULTILINE)
         if address:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{address[1]}/readyz", timeout=5, trust_env=False).status_code == 200:
+            with Client(address[1]) as client:
+                if client.ready():
                     return address[1]
         time.sleep(0.1)
     raise DemoError(f"the service was not ready within {READY_S:.0f} s:\n{said()}")

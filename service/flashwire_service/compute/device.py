@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from flashwire_kernels import api, support
-from flashwire_kernels.types import FLOAT_DTYPES, AttentionSpec, TensorHeader
-from flashwire_kernels.validation import resolve
+from flashwire_kernels import api
+from flashwire_kernels.types import AttentionSpec
 
 # Scores [3, 1, 6, 2] (q = 1, k = scores, scale 1) and v = [1, 2, 3, 4]: by hand,
 # lse = 6 + ln(1 + e^-3 + e^-5 + e^-4), p = exp(s - lse), out = p.v, and with dout = 1
@@ -133,7 +132,6 @@ def facts(device: torch.device) -> dict[str, Any]:
         "device_name": _cpu_name() if on_cpu else torch.cuda.get_device_name(device),
         "memory_bytes": memory,
         "threads": torch.get_num_threads(),
-        "backends": _backends(device),
         "gflops": round(measure(device), 1),
         "versions": {
             "torch": torch.__version__,
@@ -141,23 +139,6 @@ def facts(device: torch.device) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def _backends(device: torch.device) -> list[dict[str, Any]]:
-    """Each backend with the dtypes it computes a plain attention in, or every reason why none."""
-    described = []
-    for name in support.BACKENDS:
-        why_not = {dtype: _reasons(name, dtype, device) for dtype in FLOAT_DTYPES}
-        dtypes = [dtype for dtype, reasons in why_not.items() if not reasons]
-        reasons = [] if dtypes else sorted({r for rs in why_not.values() for r in rs})
-        described.append({"name": name, "dtypes": dtypes, "reasons": reasons})
-    return described
-
-
-def _reasons(backend: str, dtype: str, device: torch.device) -> tuple[str, ...]:
-    plain = TensorHeader(dtype, (1, 1, 1, 64))
-    problem = resolve(AttentionSpec(), {"q": plain, "k": plain, "v": plain})
-    return support.reasons(backend, problem, str(device))
 
 
 def _meminfo(key: str) -> int:

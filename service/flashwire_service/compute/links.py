@@ -1,4 +1,4 @@
-"""The intake thread of a worker: it owns the sockets, and feeds the queue.
+"""The sockets of a worker, owned by its intake thread, which feeds the queue.
 
 It never waits for the compute loop nor for a peer: an answer that a front end is slow to take stays
 in that channel's outbox.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import threading
 
 from flashwire_service.compute.intake import Intake, Ticket
 from flashwire_service.ipc.channel import Channel, ChannelClosed
@@ -24,26 +23,31 @@ from flashwire_service.ipc.frames import (
     Reply,
 )
 from flashwire_service.ipc.memory import Memory
-from flashwire_service.logs import Log
 
 
 class Links:
     """The channels to the front ends, and the control channel, which is also the lifeline."""
 
-    def __init__(self, control: Channel, intake: Intake, hello: Hello, log: Log) -> None:
+    def __init__(self, control: Channel, intake: Intake, hello: Hello) -> None:
         self._control = control
         self._intake = intake
         self._hello = hello
-        self._log = log
         self._fronts: dict[int, Channel] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
-    def start(self) -> None:
-        """Run the intake thread for as long as the process lives."""
-        threading.Thread(target=self._run, name="intake", daemon=True).start()
+    def run(self) -> None:
+        """Serve until the lifeline ends. Any exception leaves a worker that hears nobody."""
+        try:
+            while not self._control.closed:
+                self._turn()
+        finally:
+            for channel in (self._control, *self._fronts.values()):
+                channel.close()
+            self._selector.close()
+            os.close(self._wake)
 
     def answer(self, ticket: Ticket, frame: Reply | Failure, fd: int | None = None) -> None:
         """Send an answer; called by the compute loop. A front end that is gone wants none."""
@@ -53,15 +57,6 @@ class Links:
             return
         if ticket.channel.waiting:
             os.eventfd_write(self._wake, 1)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._turn()
-        except BaseException as e:
-            # A worker that hears nobody is worth nothing: let it be replaced.
-            self._log.error("intake failed", error=repr(e))
-            os._exit(os.EX_SOFTWARE)
 
     def _turn(self) -> None:
         for key, events in self._selector.select():
@@ -82,9 +77,10 @@ class Links:
             while not channel.closed and (got := channel.try_recv()) is not None:
                 self._take(channel, *got)
         except ChannelClosed:
-            if channel is self._control:
-                os._exit(os.EX_OK)  # the supervisor is gone, or wants this process gone
-            self._lose(channel)
+            if channel is self._control:  # the supervisor is gone, or wants this process gone
+                self._control.close()
+            else:
+                self._lose(channel)
 
     def _take(self, channel: Channel, frame: Frame, fd: int | None) -> None:
         if isinstance(frame, Job):

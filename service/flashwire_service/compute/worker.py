@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,12 +48,23 @@ def main(arguments: Sequence[str]) -> int:
     jobs = Jobs(chosen, adopted.settings, adopted.index, log)
     intake = Intake(adopted.settings.queue_requests, adopted.settings.queue_bytes)
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
-    links = Links(adopted.control, intake, hello, log)
+    links = Links(adopted.control, intake, hello)
     heartbeat.idle()
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
-    links.start()
+    threading.Thread(target=_link, args=(links, log), name="intake", daemon=True).start()
     return _compute(adopted, heartbeat, intake, links, jobs)
+
+
+def _link(links: Links, log: Log) -> None:
+    """The intake thread. The process ends with it, at once, whatever is being computed."""
+    try:
+        links.run()
+        code = os.EX_OK
+    except Exception as e:
+        log.error("intake failed", error=repr(e))
+        code = os.EX_SOFTWARE
+    os._exit(code)
 
 
 def _compute(

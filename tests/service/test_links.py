@@ -1,0 +1,165 @@
+"""The intake thread of a worker over real sockets, with this test as its compute loop."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from flashwire_service.compute.intake import Intake
+from flashwire_service.compute.links import Links
+from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
+from flashwire_service.ipc.frames import Attach, Cancel, Drain, Failure, Hello, Job, Reply
+from flashwire_service.ipc.memory import Memory
+
+PATIENCE_S = 10.0
+HELLO = Hello(worker=2, pid=1, facts={"device": "cpu"})
+
+
+class Worker:
+    """Links and intake as a worker has them."""
+
+    def __init__(self) -> None:
+        self.control, theirs = Channel.pair()
+        self.intake = Intake(max_requests=2, max_bytes=10**6)
+        self.links = Links(theirs, self.intake, HELLO)
+        self.thread = threading.Thread(target=self.links.run)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.control.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+    def attach(self, peer: int = 0) -> Channel:
+        ours, theirs = socketpair()
+        with theirs:
+            self.control.send(Attach(peer=peer), theirs.fileno())
+        front = Channel(ours)
+        assert front.recv(PATIENCE_S)[0] == HELLO
+        return front
+
+
+@pytest.fixture
+def worker():
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def front(worker):
+    channel = worker.attach()
+    yield channel
+    channel.close()
+
+
+def wait_until(check):
+    deadline = time.monotonic() + PATIENCE_S
+    while not check():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def job(number: int, size: int = 4, body: bytes | None = b"body") -> Job:
+    deadline = time.monotonic() + 60
+    return Job(id=number, route="attention", size=size, body=body, deadline=deadline)
+
+
+def take(worker):
+    ticket = worker.intake.take(PATIENCE_S)
+    assert ticket is not None
+    return ticket
+
+
+def test_a_job_arrives_with_its_memory_and_its_answer_goes_back(worker, front):
+    with Memory.create() as memory:
+        memory.write([b"x" * 5000])
+        front.send(job(1, size=5000, body=None), memory.fd)
+    ticket = take(worker)
+    assert ticket.memory.view == b"x" * 5000
+    worker.intake.finish(ticket, 0.1)
+    with Memory.create(10) as result:
+        worker.links.answer(ticket, Reply(id=1, size=10), result.fd)
+    frame, fd = front.recv(PATIENCE_S)
+    assert frame == Reply(id=1, size=10)
+    assert os.fstat(fd).st_size == 10
+    os.close(fd)
+
+
+def test_a_full_queue_is_answered_while_the_compute_loop_is_busy(worker, front):
+    for number in range(3):
+        front.send(job(number))
+    refusal = front.recv(PATIENCE_S)[0]
+    assert (refusal.id, refusal.code) == (2, "queue_full")
+    assert refusal.retry_after > 0
+
+
+def test_cancel_takes_a_job_out_of_the_queue(worker, front):
+    front.send(job(1))
+    front.send(job(2))
+    front.send(Cancel(id=1))
+    wait_until(lambda: worker.intake.depth == 1)
+    assert take(worker).job.id == 2
+
+
+def test_jobs_of_a_front_that_ends_are_dropped(worker):
+    front = worker.attach(peer=1)
+    front.send(job(1))
+    running = take(worker)
+    front.send(job(2))
+    wait_until(lambda: worker.intake.depth == 1)
+    front.close()
+    wait_until(lambda: worker.intake.depth == 0)
+    assert running.abandoned
+    worker.links.answer(running, Failure(id=1, code="internal", detail=""))  # to nobody
+    worker.intake.finish(running, 0.1)
+
+
+def test_a_front_that_does_not_read_blocks_neither_the_loop_nor_other_fronts(worker, front):
+    deaf = worker.attach(peer=5)
+    deaf.send(job(1))
+    ticket = take(worker)
+    replies = 200
+    for number in range(replies):  # far more than a socket holds
+        worker.links.answer(ticket, Reply(id=number, size=0, body=bytes(20000)))
+    assert ticket.channel.waiting
+    front.send(job(7))
+    other = take(worker)
+    worker.links.answer(other, Reply(id=7, size=0))
+    assert front.recv(PATIENCE_S)[0].id == 7
+    assert [deaf.recv(PATIENCE_S)[0].id for _ in range(replies)] == list(range(replies))
+    deaf.close()
+
+
+def test_a_new_socket_to_the_same_front_replaces_the_old(worker):
+    old = worker.attach(peer=3)
+    new = worker.attach(peer=3)
+    with pytest.raises(ChannelClosed):
+        old.recv(PATIENCE_S)
+    old.close()
+    new.send(job(4))
+    assert take(worker).job.id == 4
+    new.close()
+
+
+def test_drain_closes_the_intake(worker):
+    worker.control.send(Drain(grace=0))
+    wait_until(lambda: worker.intake.exhausted)
+
+
+def test_the_end_of_the_lifeline_ends_the_thread_and_all_channels(worker, front):
+    worker.control.close()
+    worker.thread.join(PATIENCE_S)
+    assert not worker.thread.is_alive()
+    with pytest.raises(ChannelClosed):
+        front.recv(PATIENCE_S)
+
+
+def test_a_frame_that_is_not_for_workers_is_a_bug_that_shows():
+    control, theirs = Channel.pair()
+    links = Links(theirs, Intake(1, 1), HELLO)
+    control.send(HELLO)
+    with pytest.raises(TypeError, match="hello"):
+        links.run()
+    control.close()

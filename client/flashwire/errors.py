@@ -33,6 +33,7 @@ statuses, for the service too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -101,8 +102,9 @@ class RequestError(FlashwireError):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        named = self.field is None or self.field in self.detail
-        text = self.detail if named else f"{self.field}: {self.detail}"
+        text = self.detail
+        if self.field is not None and not re.search(rf"\b{re.escape(self.field)}\b", text):
+            text = f"{self.field}: {text}"
         more = [reason for reason in self.reasons if reason not in self.detail]
         if more:
             text += " (" + "; ".join(more) + ")"

@@ -1,4 +1,7 @@
-"""What can be asked of a server: arguments to an Operation, and its reply to a result."""
+"""What can be asked of a server: arguments to an Operation, and its reply to a result.
+
+These are the methods of Client and AsyncClient, docstrings included.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,16 @@ def attention(
     timeout: float | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Operation[Result]:
-    """POST /attention."""
+    """Exact attention of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and v (B, Hkv, Lk, Dv): a Result.
+
+    Arrays are NumPy or torch, also mixed; results are what q is, on its device. Rank 2 and 3 are
+    accepted, and come back; packed sequences are (T, H, D) with cu_seqlens_q and cu_seqlens_k.
+
+    return_lse          return the log of each row's sum of exp(s) too
+    save_for_backward   keep on the server what `backward` needs, for a while
+    timeout             seconds for queue and compute, retries included; default: the client's
+    options             those of flashwire.options.AttentionOptions
+    """
     refuse_unknown("attention", options, AttentionOptions.__annotations__)
     values, arrays = _forward({"q": q, "k": k, "v": v}, options)
     values |= _canonical({"return_lse": return_lse, "save_for_backward": save_for_backward})
@@ -56,7 +68,16 @@ def backward(
     backend: str | None = None,
     timeout: float | None = None,
 ) -> Operation[Gradients]:
-    """POST /attention/backward, by residual."""
+    """Gradients of an attention that the server has saved, given those of its out (and lse).
+
+    saved        the Result of `attention(..., save_for_backward=True)`, or its residual
+    dout, dlse   gradients of a scalar by out and by lse, in their shapes
+    bias_grad, sinks_grad   return dbias, dsinks too
+    release      free the residual afterwards; it is kept by default
+    backend      what computes; the forward's own by default
+
+    Raises Gone when the server has the residual no longer: `gradients` needs none.
+    """
     values = _canonical(
         {
             "residual": residual_id(saved),
@@ -88,7 +109,11 @@ def gradients(
     timeout: float | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Operation[Gradients]:
-    """POST /attention/backward, stateless: everything the gradients depend on is sent."""
+    """Gradients with nothing kept on the server: give what `attention` was given.
+
+    With dropout, `seed` must be the forward's (Result.meta["seed"]). out and lse, both or neither,
+    spare the server computing them again. The rest is as for `backward` and `attention`.
+    """
     refuse_unknown("gradients", options, AttentionOptions.__annotations__)
     given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
     values, arrays = _forward(given, options)
@@ -108,7 +133,12 @@ def check(
     timeout: float | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Operation[CheckReport]:
-    """POST /attention/check."""
+    """Compare two backends, or results of your own with the reference: a CheckReport.
+
+    backends   the two to compare; by default the fastest and "reference"
+    mine       a Result, Gradients, or out, lse, dq, dk, dv by name
+    dout       compare gradients as well, for this gradient of out
+    """
     refuse_unknown("check", options, AttentionOptions.__annotations__)
     values, request = _forward({"q": q, "k": k, "v": v}, options)
     arrays = {f"request.{name}": payload for name, payload in request.items()}
@@ -128,7 +158,12 @@ def plan(
     timeout: float | None = None,
     **options: Unpack[PlanOptions],
 ) -> Operation[Plan]:
-    """POST /attention/plan."""
+    """What an attention of these shapes would cost, without computing it: a Plan.
+
+    k_shape and v_shape are q's by default. Options are those of flashwire.options.PlanOptions.
+
+    sram_elements   elements of fast memory to count traffic for
+    """
     refuse_unknown("plan", options, PlanOptions.__annotations__)
     rest: dict[str, Any] = dict(options)
     name = tensors.dtype_name(dtype)
@@ -147,18 +182,18 @@ def plan(
 
 
 def release(saved: Result | str, *, timeout: float | None = None) -> Operation[None]:
-    """DELETE /attention/residual/{id}. One that is gone already is as good as freed."""
+    """Free what the server has saved. No error when it is gone already."""
     path = f"/attention/residual/{quote(residual_id(saved), safe='')}"
     return Operation("DELETE", path, lambda _: None, timeout=timeout, gone="done")
 
 
 def info(*, timeout: float | None = None) -> Operation[dict[str, Any]]:
-    """GET /info."""
+    """What the server is: device, dtypes, limits, versions, backends."""
     return Operation("GET", "/info", _read_values, timeout=timeout)
 
 
 def ready(*, timeout: float | None = None) -> Operation[None]:
-    """GET /readyz: no error when a worker is ready."""
+    """No error when a worker is ready to compute."""
     return Operation("GET", "/readyz", lambda _: None, timeout=timeout, retry=False)
 
 
@@ -238,17 +273,18 @@ def _post(
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def _reading(what: str, reply: Response) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise UnexpectedReply(f"this is no {what}: {type(exc).__name__} {exc}") from exc
+        problem = f"this is no {what}: {type(exc).__name__} {exc}"
+        raise UnexpectedReply(problem, reply.status) from exc
 
 
 def _read_result(reply: Response, home: Home) -> Result:
     message = read_message(reply)
     arrays = _unpack(message, reply, home)
-    with _reading("attention's result"):
+    with _reading("attention's result", reply):
         return Result(
             arrays["out"], arrays.get("lse"), message.options.get("residual"),
             message.options.get("meta", {}),
@@ -258,7 +294,7 @@ def _read_result(reply: Response, home: Home) -> Result:
 def _read_gradients(reply: Response, home: Home) -> Gradients:
     message = read_message(reply)
     arrays = _unpack(message, reply, home)
-    with _reading("gradients"):
+    with _reading("gradients", reply):
         return Gradients(
             arrays["dq"], arrays["dk"], arrays["dv"], arrays.get("dbias"), arrays.get("dsinks"),
             message.options.get("meta", {}),
@@ -273,14 +309,14 @@ def _read_values(reply: Response) -> dict[str, Any]:
     """A reply without tensors, as msgpack or JSON."""
     if not reply.headers.get("content-type", "").startswith("application/json"):
         return read_message(reply).options
-    with _reading("JSON"):
+    with _reading("JSON", reply):
         values: dict[str, Any] = json.loads(reply.body.tobytes())
     return values
 
 
 def _read_check(reply: Response) -> CheckReport:
     values = _read_values(reply)
-    with _reading("check's report"):
+    with _reading("check's report", reply):
         compared = {name: _tensor_check(entry) for name, entry in values["tensors"].items()}
         return CheckReport(values["pass"], compared, values.get("meta", {}))
 
@@ -300,5 +336,5 @@ def _tensor_check(entry: Mapping[str, Any]) -> TensorCheck:
 
 def _read_plan(reply: Response) -> Plan:
     values = _read_values(reply)
-    with _reading("plan"):
+    with _reading("plan", reply):
         return Plan(**{f.name: values[f.name] for f in fields(Plan)})

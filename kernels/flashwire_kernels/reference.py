@@ -21,9 +21,9 @@ What a backend may round, reorder or never compute is here computed and exact:
 p comes from the lse that backward is given and delta from the out that it is given, so a partial
 attention's gradients are right when both belong to the union it is part of.
 
-A sum "over visible pairs" is meant literally (`_sum_visible`): a NaN reaches only the rows that
-see it. Infinities are turned into NaN on the way in, so that no tanh or exp makes them
-finite again; only those that hide a key or switch a sink off stay.
+A sum over visible pairs is meant literally (`_sum_visible`): a NaN reaches only what sees it.
+Infinities are turned into NaN on the way in, so that no tanh or exp makes them finite again; only
+those that hide a key or switch a sink off stay.
 """
 
 from __future__ import annotations
@@ -269,10 +269,11 @@ def dropout_factor(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:
 
 def _sum_visible(weights: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """sum over visible j of weights[..., i, j] * rows[..., j, :]; weights are 0 where hidden."""
-    finite = rows.isfinite().all(-1)
-    total = weights @ rows.masked_fill(~finite[..., None], 0)
-    spoiled = (visible & ~finite[..., None, :]).any(-1)
-    return total.masked_fill(spoiled[..., None], _NAN)
+    finite = rows.isfinite()
+    total = weights @ rows.masked_fill(~finite, 0)
+    if finite.all():
+        return total
+    return total.masked_fill(visible.double() @ (~finite).double() > 0, _NAN)
 
 
 def per_query_head(problem: Problem, t: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ class Case:
     padding      packed rows beyond the last offset
     blind_rows   with a mask: every fifth query sees nothing
     poison       NaN and Inf wherever nothing visible is: keys that no query sees, queries that see
-                 no key (their dout and, without a sink, dlse too), rows beyond the last offset
+                 no key (their dout and, without a sink, dlse too), rows beyond the last offset, and
+                 bias that position or mask hides
     """
 
     batch: int = 2
@@ -133,35 +134,33 @@ class _Draw:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.generator = torch.Generator().manual_seed(case.seed)
-        lens_q, lens_k = case.lens_q, case.lens_k
-        self.packed = lens_q is not None and lens_k is not None
         self.sizes = {"b": case.batch, "h": case.heads_q, "q": case.len_q, "k": case.len_k, "1": 1}
-        if lens_q is not None and lens_k is not None:
-            self.sizes |= {"b": len(lens_q), "q": max(lens_q), "k": max(lens_k)}
-            self.offsets = {"cu_seqlens_q": _offsets(lens_q), "cu_seqlens_k": _offsets(lens_k)}
+        self.rows_q: tuple[int, ...] = (case.batch, case.heads_q, case.len_q)
+        self.rows_k: tuple[int, ...] = (case.batch, case.heads_kv, case.len_k)
+        self.offsets: dict[str, torch.Tensor] = {}
+        if case.lens_q is not None and case.lens_k is not None:
+            longest_q, longest_k = (max(lens, default=0) for lens in (case.lens_q, case.lens_k))
+            self.sizes |= {"b": len(case.lens_q), "q": longest_q, "k": longest_k}
+            self.rows_q = (sum(case.lens_q) + case.padding, case.heads_q)
+            self.rows_k = (sum(case.lens_k) + case.padding, case.heads_kv)
+            self.offsets["cu_seqlens_q"] = _offsets(case.lens_q)
+            self.offsets["cu_seqlens_k"] = _offsets(case.lens_k)
 
     def rows(self) -> dict[str, torch.Tensor]:
         """q, k, v, dout and dlse."""
-        case, dim_v = self.case, self.case.dim_v or self.case.dim
-        if self.packed:
-            tokens = {n: int(t[-1]) + case.padding for n, t in self.offsets.items()}
-            q = (tokens["cu_seqlens_q"], case.heads_q)
-            k: tuple[int, ...] = (tokens["cu_seqlens_k"], case.heads_kv)
-        else:
-            q = (case.batch, case.heads_q, case.len_q)  # type: ignore[assignment]
-            k = (case.batch, case.heads_kv, case.len_k)
-        lse_dtype = "float64" if case.dtype == "float64" else "float32"
+        dim, dim_v = self.case.dim, self.case.dim_v or self.case.dim
+        lse_dtype = "float64" if self.case.dtype == "float64" else "float32"
         return {
-            "q": self._normal((*q, case.dim)),
-            "k": self._normal((*k, case.dim)),
-            "v": self._normal((*k, dim_v)),
-            "dout": self._normal((*q, dim_v)),
-            "dlse": self._normal(q, lse_dtype),
+            "q": self._normal((*self.rows_q, dim)),
+            "k": self._normal((*self.rows_k, dim)),
+            "v": self._normal((*self.rows_k, dim_v)),
+            "dout": self._normal((*self.rows_q, dim_v)),
+            "dlse": self._normal(self.rows_q, lse_dtype),
         }
 
     def optional(self) -> dict[str, torch.Tensor]:
         """mask, bias, alibi_slopes, sinks and offsets, as far as the case has them."""
-        case, found = self.case, dict[str, torch.Tensor]()
+        case, found = self.case, dict(self.offsets)
         if case.mask is not None:
             found["mask"] = self._uniform(case.mask) > 0.25
             if case.blind_rows and case.mask[-2:-1] == "q":
@@ -173,7 +172,7 @@ class _Draw:
             found["alibi_slopes"] = (self._uniform(case.alibi) / 2).to(_dtype(case.dtype))
         if case.sinks:
             found["sinks"] = self._normal((case.heads_q,))
-        return found | (self.offsets if self.packed else {})
+        return found
 
     def _shape(self, letters: str) -> tuple[int, ...]:
         return tuple(self.sizes[letter] for letter in letters)
@@ -217,12 +216,19 @@ def _poison(
     x = Inputs(q=rows["q"], k=rows["k"], v=rows["v"], **given)
     seen_q = torch.zeros(x.q.shape[:-1], dtype=torch.bool)
     seen_k = torch.zeros(x.k.shape[:-1], dtype=torch.bool)
+    reads = torch.zeros(optional["bias"].shape) if "bias" in optional else None
     for part in parts(problem):
         shape = (len(part.batch), problem.heads_q, part.len_q, part.len_k)
         visible = visible_pairs(problem, part, x).expand(shape)
         part.of_q(seen_q).copy_(visible.any(-1))
         shared = visible.any(-2).reshape(shape[0], problem.heads_kv, problem.group, shape[3])
         part.of_k(seen_k).copy_(shared.any(2))
+        if reads is not None:
+            read = visible_pairs(problem, part, dataclasses.replace(x, bias=None)).expand(shape)
+            target = part.of_pairs(reads)
+            target += read.float().sum_to_size(target.shape)
+    if reads is not None:
+        optional["bias"][reads == 0] = torch.nan
     x.q[~seen_q] = torch.inf
     x.k[~seen_k] = torch.nan
     x.v[~seen_k] = torch.inf

@@ -19,9 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.SettingsError as exc:
         print("\n".join(f"flashwire-serve: {line}" for line in exc.mistakes), file=sys.stderr)
         return 2
-    from flashwire_service import supervisor  # only once there is something to supervise
+    from flashwire_service.supervisor import run  # only once there is something to supervise
 
-    return supervisor.run(configured)
+    return run(configured)
 
 
 def _parser() -> argparse.ArgumentParser:

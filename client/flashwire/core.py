@@ -13,7 +13,6 @@ first has done its work: then the reply is lost, and that is what the caller is 
 from __future__ import annotations
 
 import email.utils
-import itertools
 import json
 import math
 import random
@@ -113,7 +112,8 @@ def converse(operation: Operation[T], policy: Policy) -> Exchange[T]:
     end = time.monotonic() + timeout
     lost: ConnectionLost | None = None
     retries = policy.retries if operation.retry else 0
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         reply = yield _request(operation, policy, end - time.monotonic())
         if isinstance(reply, Response):
             if reply.status < 300 or (reply.status == 410 and operation.gone == "done"):
@@ -128,8 +128,8 @@ def converse(operation: Operation[T], policy: Policy) -> Exchange[T]:
         wait = _wait(policy, attempt, failure)
         if attempt >= retries or wait is None or time.monotonic() + wait >= end:
             raise failure
+        attempt += 1
         yield wait
-    raise AssertionError("unreachable")
 
 
 def refusal(reply: Response) -> RequestError | UnexpectedReply:

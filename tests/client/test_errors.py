@@ -34,7 +34,7 @@ def test_every_status_of_the_contract_has_a_class() -> None:
 
 def test_the_wires_documentation_lists_every_code() -> None:
     text = (DOCS / "wire.md").read_text()
-    rows = re.findall(r"^\| `([a-z_]+)` \| ([0-9]+) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_]+)` \| ([0-9]{3}) \|", text, re.MULTILINE)
     assert {code: int(status) for code, status in rows} == errors.STATUS
 
 

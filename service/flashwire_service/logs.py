@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -37,5 +38,6 @@ class Log:
             time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
         )
         line = {"time": stamp, "level": level, "process": self._process, "event": event, **fields}
-        # One write: lines of several processes do not mix.
-        os.write(2, (json.dumps(line, default=str) + "\n").encode())
+        with contextlib.suppress(OSError):  # whoever read the log is gone: that ends nothing else
+            # One write: lines of several processes do not mix.
+            os.write(2, (json.dumps(line, default=str) + "\n").encode())

@@ -101,6 +101,7 @@ def _spawn(
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module
             command,
             stdin=subprocess.DEVNULL,
+            stdout=2,  # the supervisor's stdout is for its one line
             pass_fds=[fd],
             env={**os.environ, **environment},
         )

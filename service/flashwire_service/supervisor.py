@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from flashwire_service.ipc.channel import ChannelClosed, socketpair
 from flashwire_service.ipc.frames import Attach, Drain, Failure, Ready
@@ -40,6 +41,7 @@ _ADDRESS_ERRORS = {
     errno.EADDRINUSE: (os.EX_UNAVAILABLE, "is in use"),
     errno.EACCES: (os.EX_NOPERM, "needs a privilege that this user lacks"),
 }
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 where there is no IPv6
 
 
 class Fatal(Exception):
@@ -69,23 +71,34 @@ def run(settings: Settings) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises Fatal."""
+    """A listening socket on the first of the host's addresses that this machine has.
+
+    Raises Fatal.
+    """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e:
         raise Fatal(os.EX_NOHOST, f"cannot listen on {host}: {e.strerror}") from e
+    for number, (family, kind, proto, _, address) in enumerate(found, start=1):
+        try:
+            return _bound(socket.socket(family, kind, proto), address)
+        except OSError as e:
+            if number < len(found) and e.errno in _NOT_HERE:
+                continue
+            code, why = _ADDRESS_ERRORS.get(e.errno or 0, (os.EX_NOHOST, f"{e.strerror}"))
+            raise Fatal(code, f"cannot listen: port {port} of {host} {why}") from e
+    raise Fatal(os.EX_NOHOST, f"cannot listen on {host}: it has no address")
+
+
+def _bound(sock: socket.socket, address: tuple[Any, ...]) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(BACKLOG)
-    except OSError as e:
+        sock.setblocking(False)
+    except OSError:
         sock.close()
-        code, why = _ADDRESS_ERRORS.get(e.errno or 0, (os.EX_NOHOST, f"{e.strerror}"))
-        raise Fatal(code, f"cannot listen: port {port} of {host} {why}") from e
-    sock.setblocking(False)
+        raise
     return sock
 
 

@@ -121,6 +121,18 @@ def test_end_of_file_comes_after_what_was_sent(pair):
         b.post(Cancel(id=1))
 
 
+def test_last_words_of_a_peer_that_did_not_read_all_it_was_sent(pair):
+    a, b = pair
+    a.post(Cancel(id=0))
+    b.post(Cancel(id=1))
+    b.post(Cancel(id=2))
+    b.close()
+    assert a.recv() == (Cancel(id=1), None)
+    assert a.recv() == (Cancel(id=2), None)
+    with pytest.raises(ChannelClosed):
+        a.recv()
+
+
 def test_a_frame_too_large_for_a_packet_is_refused_and_the_channel_lives(pair):
     a, b = pair
     with pytest.raises(PacketTooLarge, match=str(MAX_PACKET)):

@@ -13,6 +13,7 @@ from flashwire import wire
 from flashwire_kernels import api
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service.compute import device as devices
+from flashwire_service.compute import replies
 from flashwire_service.compute.arrays import NAMES, bytes_of, tensor_at
 from flashwire_service.compute.intake import Ticket
 from flashwire_service.compute.jobs import Jobs
@@ -335,6 +336,20 @@ def test_json_of_other_dtypes_and_no_elements_says_so(jobs):
     empty = qkv(0, 4)
     got = json_of(jobs.run(ticket("attention", {}, empty, accept="json")))
     assert got["out"] == {"dtype": "float32", "shape": [0, 4], "data": []}
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 20000, 1), (1, 2, 3, 20000), (40000, 1), (1, 70000)])
+def test_large_json_is_made_piece_by_piece_and_reads_the_same(shape):
+    values = randn(*shape)
+    values.view(-1)[[0, -1]] = torch.tensor([math.inf, math.nan])
+    body = replies.encode("json", {"meta": {"a": 1}}, {"out": values, "lse": values.double()})
+    got = json.loads(bytes(body.memory.view))
+    body.memory.close()
+    assert list(got) == ["out", "lse", "meta"]
+    for data, dtype in ((got["out"], torch.float32), (got["lse"]["data"], torch.float64)):
+        read = np.array(data).astype(np.float64)
+        assert read.shape == shape
+        assert torch.equal(torch.tensor(read).to(dtype).nan_to_num(), values.to(dtype).nan_to_num())
 
 
 def test_a_seed_is_a_string_in_json(jobs):

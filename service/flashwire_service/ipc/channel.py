@@ -102,11 +102,7 @@ class Channel:
     def try_recv(self) -> tuple[Frame, int | None] | None:
         """The next frame and its descriptor, None when none has come. Raises ChannelClosed."""
         try:
-            size, ancillary, flags, _ = self._sock.recvmsg_into(
-                [self._buffer],
-                socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize),
-                socket.MSG_CMSG_CLOEXEC,
-            )
+            size, ancillary, flags = self._recvmsg()
         except BlockingIOError:
             return None
         except OSError as e:
@@ -140,6 +136,19 @@ class Channel:
                 _, fd = self._outbox.popleft()
                 if fd is not None:
                     os.close(fd)
+
+    def _recvmsg(self) -> tuple[int, list[tuple[int, int, bytes]], int]:
+        space = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
+
+        def receive() -> tuple[int, list[tuple[int, int, bytes]], int]:
+            return self._sock.recvmsg_into([self._buffer], space, socket.MSG_CMSG_CLOEXEC)[:3]
+
+        try:
+            return receive()
+        except ConnectionResetError:
+            # The peer ended without reading all it was sent. This is said once, ahead of what the
+            # peer itself had sent before.
+            return receive()
 
     def _try_send(self, packet: bytes, fd: int | None) -> bool:
         ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]

@@ -6,6 +6,7 @@ The meaning of every option is DESIGN.md, "The operation".
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -114,15 +115,22 @@ def _finite(value: float) -> bool:
         return False
 
 
+def _show(value: object) -> str:
+    """A value for a message, cut short; Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
+
+
 def _real(name: str, value: object, minimum: float | None = None) -> list[Violation]:
     if value is None:
         return []
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return [Violation(name, f"must be a number, got {type(value).__name__}")]
     if not _finite(value):
-        return [Violation(name, f"must be finite, got {value}")]
+        return [Violation(name, f"must be finite, got {_show(value)}")]
     if minimum is not None and value < minimum:
-        return [Violation(name, f"must be at least {minimum:g}, got {value}")]
+        return [Violation(name, f"must be at least {minimum:g}, got {_show(value)}")]
     return []
 
 
@@ -133,10 +141,10 @@ def _flag(name: str, value: object) -> list[Violation]:
 
 
 def _choice(name: str, value: object, allowed: Sequence[object]) -> list[Violation]:
-    if value in allowed:
+    if (value is None or isinstance(value, str)) and value in allowed:
         return []
     names = ", ".join(repr(a) for a in allowed if a is not None)
-    return [Violation(name, f"must be one of {names}, got {value!r}")]
+    return [Violation(name, f"must be one of {names}, got {_show(value)}")]
 
 
 def _window(value: object) -> list[Violation]:
@@ -147,9 +155,13 @@ def _window(value: object) -> list[Violation]:
     wrong = []
     for end, name in zip(value, ("left", "right"), strict=True):
         if end is not None and not _is_integer(end):
-            wrong.append(Violation("window", f"{name} must be an integer or null, got {end!r}"))
+            wrong.append(
+                Violation("window", f"{name} must be an integer or null, got {_show(end)}")
+            )
         elif end is not None and end < -1:
-            wrong.append(Violation("window", f"{name} must be at least -1 (open), got {end}"))
+            wrong.append(
+                Violation("window", f"{name} must be at least -1 (open), got {_show(end)}")
+            )
     return wrong
 
 
@@ -158,9 +170,11 @@ def _dropout(p: object, seed: object) -> list[Violation]:
     if not _is_number(p):
         wrong.append(Violation("dropout", f"p must be a number, got {type(p).__name__}"))
     elif not 0 <= p < 1:  # type: ignore[operator]  # false for NaN as well
-        wrong.append(Violation("dropout", f"p must be in [0, 1), got {p}"))
+        wrong.append(Violation("dropout", f"p must be in [0, 1), got {_show(p)}"))
     elif p and seed is None:
         wrong.append(Violation("dropout", "a seed is needed"))
     if seed is not None and (not _is_integer(seed) or not 0 <= seed < 2**64):  # type: ignore[operator]
-        wrong.append(Violation("dropout", f"seed must be an integer in [0, 2**64), got {seed!r}"))
+        wrong.append(
+            Violation("dropout", f"seed must be an integer in [0, 2**64), got {_show(seed)}")
+        )
     return wrong

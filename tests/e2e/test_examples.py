@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -83,6 +84,17 @@ def test_the_curl_of_the_readme(server: Any) -> None:
             assert written
             rounded = [round(x, 4) for x in flat(reply[name])]
             assert rounded == flat(json.loads(written[1])), name
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl to paste into")
+def test_the_curls_of_the_docs_page(server: Any) -> None:
+    page = server.http.get("/docs").text
+    commands = [html.unescape(text) for text in re.findall(r"<pre>(curl .*?)</pre>", page)]
+    assert len(commands) == 4
+    for command in commands:
+        said = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=30)
+        assert "code" not in json.loads(said.stdout), command
+    assert "http://" not in page.replace(server.url, "")  # nothing is loaded from elsewhere
 
 
 def flat(values: Any) -> list[float]:

@@ -32,6 +32,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.ready = True
+        self.draining = False
         self.facts: dict[int, dict[str, Any]] = {0: {"device": "cpu", "pid": 1, "gflops": 50.0}}
         self.jobs: list[tuple[Work, int | None]] = []
         self.bodies: list[bytes] = []

@@ -34,6 +34,7 @@ class SlowPool:
 
     def __init__(self) -> None:
         self.ready = True
+        self.draining = False
         self.facts: dict[int, dict[str, object]] = {0: {}}
         self.delay = 0.0
         self.cancelled = 0

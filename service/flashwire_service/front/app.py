@@ -10,16 +10,15 @@ from typing import Annotated, Any, TypeVar
 
 import msgpack
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import ClientDisconnect
 
 from flashwire import wire
 from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
-from flashwire_service.front import body, checks, metrics, planning, problems, schemas
+from flashwire_service.front import body, checks, metrics, planning, problems, reference, schemas
 from flashwire_service.front.edge import Edge
 from flashwire_service.front.info import describe
 from flashwire_service.front.message import Message
@@ -30,6 +29,12 @@ from flashwire_service.settings import Settings, key_digest
 
 _TIMEOUT_HEADER = "Flashwire-Timeout-Ms"
 _BODY_ERRORS = (400, 401, 408, 413, 415, 422, 429, 500, 503, 504, 507)
+_DESCRIPTION = (
+    "Exact attention, forward and backward, as a compute endpoint. Bodies are msgpack (tensors as "
+    "bytes: docs/wire.md) or, up to 1 MiB, JSON. Errors are application/problem+json, with a "
+    "stable `code`. Where the server has keys, send `Authorization: Bearer KEY`. `X-Request-Id` is "
+    "taken or made, and always returned."
+)
 _T = TypeVar("_T")
 
 
@@ -126,7 +131,7 @@ _keyed = APIRouter(dependencies=[Depends(_owner)])
     "/attention",
     summary="Exact attention",
     responses=schemas.responses("attention", *_BODY_ERRORS),
-    openapi_extra={"requestBody": schemas.request_body("attention")},
+    openapi_extra=schemas.operation("attention"),
 )
 async def attention(request: Request, front: FrontEnd, owner: Owner) -> Response:
     """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
@@ -144,7 +149,7 @@ async def attention(request: Request, front: FrontEnd, owner: Owner) -> Response
     "/attention/backward",
     summary="Gradients of attention",
     responses=schemas.responses("backward", *_BODY_ERRORS, 404, 410),
-    openapi_extra={"requestBody": schemas.request_body("backward")},
+    openapi_extra=schemas.operation("backward"),
 )
 async def backward(request: Request, front: FrontEnd, owner: Owner) -> Response:
     """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
@@ -169,7 +174,7 @@ async def backward(request: Request, front: FrontEnd, owner: Owner) -> Response:
     "/attention/check",
     summary="Compare backends, or results of yours, with the reference",
     responses=schemas.responses("check", *_BODY_ERRORS),
-    openapi_extra={"requestBody": schemas.request_body("check")},
+    openapi_extra=schemas.operation("check"),
 )
 async def check(request: Request, front: FrontEnd, owner: Owner) -> Response:
     """Whether results agree within the error budget, tensor by tensor."""
@@ -187,10 +192,11 @@ async def check(request: Request, front: FrontEnd, owner: Owner) -> Response:
     "/attention/plan",
     summary="What a request would cost",
     responses=schemas.responses("plan", 400, 401, 408, 413, 415, 422, 500),
-    openapi_extra={"requestBody": schemas.request_body("plan")},
+    openapi_extra=schemas.operation("plan"),
 )
 async def plan(request: Request, front: FrontEnd) -> Response:
     """FLOPs, bytes, tiles and an estimate, from shapes alone."""
+    timeout_s(request, front.settings)
     message = await body.read(request, front.settings, wire.PLAN)
     options, problem = checks.plan(message)
     result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
@@ -225,6 +231,8 @@ async def healthz() -> dict[str, str]:
 @_open.get("/readyz", summary="A worker takes requests", responses=schemas.responses(None, 503))
 async def readyz(front: FrontEnd) -> dict[str, Any]:
     """200 once a worker has computed a real answer on its device, busy or not."""
+    if front.pool.draining:
+        raise Refusal("draining", "the server is shutting down")
     if not front.pool.ready:
         raise Refusal("no_worker", "no worker is ready")
     return {"ready": True, "workers": len(front.pool.facts)}
@@ -255,8 +263,8 @@ async def openapi(request: Request) -> JSONResponse:
 
 
 @_keyed.get("/docs", include_in_schema=False)
-async def docs() -> Response:
-    return get_swagger_ui_html(openapi_url="/openapi.json", title="flashwire")
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(reference.page(request.app.openapi(), str(request.base_url)))
 
 
 def accepted(request: Request) -> str:
@@ -314,7 +322,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(
             title="flashwire",
             version=version("flashwire"),
-            description="Exact attention, forward and backward, as a compute endpoint.",
+            description=_DESCRIPTION,
             routes=app.routes,
         )
         schema["components"]["schemas"] = schemas.components()

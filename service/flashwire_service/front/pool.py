@@ -59,6 +59,8 @@ class Workers(Protocol):
     @property
     def ready(self) -> bool: ...
     @property
+    def draining(self) -> bool: ...
+    @property
     def facts(self) -> Mapping[int, Mapping[str, Any]]: ...
 
 
@@ -83,7 +85,7 @@ class Pool:
         self._control: AsyncChannel | None = None
         self._workers: dict[int, _Worker] = {}
         self._ids = itertools.count(1)
-        self._draining = False
+        self.draining = False
 
     def listen(self, control: Channel) -> None:
         """Take workers from the supervisor, and tell it that this front end serves."""
@@ -105,7 +107,7 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether a worker takes jobs, and this process is not ending."""
-        return bool(self.facts) and not self._draining
+        return not self.draining and any(w.hello for w in self._workers.values())
 
     @property
     def facts(self) -> dict[int, Mapping[str, Any]]:
@@ -118,7 +120,7 @@ class Pool:
 
     def drain(self) -> None:
         """Be ready no more. Requests in flight go on."""
-        self._draining = True
+        self.draining = True
 
     async def run(self, work: Work, worker: int | None = None) -> Answer:
         """The answer of the least busy worker, or of the named one. The caller closes its memory.

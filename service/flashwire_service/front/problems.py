@@ -12,24 +12,31 @@ from starlette.responses import Response
 
 from flashwire_service.errors import Refusal
 
+_LONGEST = {"field": 100, "reason": 500, "detail": 4000}  # names and values are a caller's own
 MEDIA_TYPE = "application/problem+json"
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def document(refusal: Refusal, request_id: str) -> dict[str, Any]:
-    """The members of a problem; the ones that do not apply are left out."""
+    """The members of a problem; the ones that do not apply are left out, long texts cut."""
+    detail = _cut("detail", refusal.detail)
     members = {
         "type": f"urn:flashwire:problem:{refusal.code}",
         "title": refusal.row.title,
         "status": refusal.row.status,
-        "detail": refusal.detail,
+        "detail": detail,
         "code": refusal.code,
-        "error": refusal.detail,
-        "field": refusal.field,
-        "reasons": list(refusal.reasons) or None,
+        "error": detail,
+        "field": None if refusal.field is None else _cut("field", refusal.field),
+        "reasons": [_cut("reason", r) for r in refusal.reasons[:100]] or None,
         "request_id": request_id,
     }
     return {name: value for name, value in members.items() if value is not None}
+
+
+def _cut(kind: str, text: str) -> str:
+    most = _LONGEST[kind]
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def encode(refusal: Refusal, request_id: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -38,5 +39,6 @@ class MemoryResponse(Response):
                 chunk = bytes(view[start:end])
                 more = end < self._size
                 await send({"type": "http.response.body", "body": chunk, "more_body": more})
+                await asyncio.sleep(0)  # a fast reader must not keep the loop from others
         finally:
             self._memory.close()

@@ -59,7 +59,7 @@ class _Shaping(BaseModel):
     cu_seqlens_k: Offsets = Field(None, description="B+1 offsets of packed sequences in k, v")
 
 
-class AttentionRequest(models.AttentionOptions, _Inputs, _Shaping):
+class AttentionRequest(models.AttentionOptions, _Shaping, _Inputs):  # q, k, v are shown first
     """Options and tensors of POST /attention."""
 
 
@@ -188,11 +188,18 @@ _REQUESTS: dict[str, type[BaseModel]] = {
     "check": CheckRequest,
     "plan": PlanRequest,
 }
+_TIMEOUT = {
+    "name": "Flashwire-Timeout-Ms",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "integer", "minimum": 1, "maximum": 10**9},
+    "description": "How long to wait for queue and compute, then 504; at most the server's limit.",
+}
 _REPLIES: dict[str, type[BaseModel]] = {"attention": AttentionReply, "backward": BackwardReply}
 
 
 def components() -> dict[str, Any]:
-    """The schemas that `request_body` and `responses` refer to."""
+    """The schemas that `operation` and `responses` refer to."""
     shown: list[type[BaseModel]] = [*_REQUESTS.values(), *_REPLIES.values(), ProblemReply]
     _, definitions = models_json_schema(
         [(model, "validation") for model in shown], ref_template="#/components/schemas/{model}"
@@ -201,9 +208,9 @@ def components() -> dict[str, Any]:
     return schemas
 
 
-def request_body(route: str) -> dict[str, Any]:
-    """The OpenAPI requestBody of a route."""
-    return {
+def operation(route: str) -> dict[str, Any]:
+    """What OpenAPI says of a route's request: its body and its header."""
+    body = {
         "required": True,
         "content": {
             "application/json": {
@@ -215,6 +222,7 @@ def request_body(route: str) -> dict[str, Any]:
             },
         },
     }
+    return {"requestBody": body, "parameters": [_TIMEOUT]}
 
 
 def responses(route: str | None, *statuses: int) -> dict[int | str, dict[str, Any]]:

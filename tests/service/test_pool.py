@@ -1,0 +1,262 @@
+"""The pool over real channels: a worker's end is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from flashwire.wire import TensorRef
+from flashwire_service.errors import Refusal
+from flashwire_service.front.pool import Answer, Pool, Work
+from flashwire_service.ipc.channel import Channel, socketpair
+from flashwire_service.ipc.frames import (
+    Attach,
+    Cancel,
+    Drain,
+    Failure,
+    Frame,
+    Hello,
+    Job,
+    Ready,
+    Reply,
+)
+from flashwire_service.ipc.memory import Memory
+
+
+@dataclass
+class Played:
+    """The worker's end of a channel."""
+
+    channel: Channel
+
+    async def next(self) -> tuple[Frame, int | None]:
+        for _ in range(500):
+            if (got := self.channel.try_recv()) is not None:
+                return got
+            await asyncio.sleep(0.01)
+        raise TimeoutError
+
+    async def job(self) -> Job:
+        frame, fd = await self.next()
+        if fd is not None:
+            os.close(fd)
+        assert isinstance(frame, Job)
+        return frame
+
+
+class Ends:
+    """A pool, what it told, and the workers that the test plays."""
+
+    def __init__(self) -> None:
+        self.drained: list[float] = []
+        self.orphaned = 0
+        self.pool = Pool(self.drained.append, self._orphan)
+        self.played: list[Played] = []
+
+    def _orphan(self) -> None:
+        self.orphaned += 1
+
+    async def worker(self, index: int = 0, ready: bool = True) -> Played:
+        ours, theirs = socketpair()
+        self.pool.attach(index, ours)
+        self.played.append(played := Played(Channel(theirs)))
+        if ready:
+            played.channel.send(Hello(worker=index, pid=100 + index, facts={"device": "cpu"}))
+            await self.until(lambda: index in self.pool.facts)
+        return played
+
+    async def until(self, condition: object) -> None:
+        assert callable(condition)
+        for _ in range(500):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise TimeoutError
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    made = Ends()
+    yield made
+    for played in made.played:
+        played.channel.close()
+    await asyncio.sleep(0.02)
+
+
+def work(timeout_s: float = 5.0, body: bytes | Memory = b"abc") -> Work:
+    tensors = {"q": TensorRef("float32", (1,), ((0, 4),))}
+    size = body.size if isinstance(body, Memory) else len(body)
+    return Work(route="attention", options={"causal": True}, tensors=tensors, body=body, size=size,
+                owner="me", timeout_s=timeout_s)  # fmt: skip
+
+
+async def refused(running: asyncio.Task[Answer]) -> str:
+    with pytest.raises(Refusal) as caught:
+        await running
+    return caught.value.code
+
+
+async def test_nobody_is_ready_before_hello(ends: Ends) -> None:
+    assert not ends.pool.ready
+    await ends.worker(ready=False)
+    assert not ends.pool.ready
+    assert await refused(asyncio.create_task(ends.pool.run(work()))) == "no_worker"
+    await ends.worker(1)
+    assert ends.pool.ready
+    assert ends.pool.facts == {1: {"device": "cpu", "pid": 101}}
+
+
+async def test_a_job_and_its_reply(ends: Ends) -> None:
+    played = await ends.worker()
+    running = asyncio.create_task(ends.pool.run(work()))
+    job = await played.job()
+    assert (job.route, job.options, job.body, job.size) == (
+        "attention",
+        {"causal": True},
+        b"abc",
+        3,
+    )
+    assert (job.tensors["q"].shape, job.owner) == ((1,), "me")
+    assert 4.5 < job.deadline - job.received <= 5
+    played.channel.send(Reply(id=job.id, size=2, body=b"ok"))
+    answer = await running
+    assert (answer.reply.body, answer.memory, answer.worker) == (b"ok", None, 0)
+
+
+async def test_bodies_go_by_memory_both_ways(ends: Ends) -> None:
+    played = await ends.worker()
+    memory = Memory.create()
+    memory.write([b"q" * 100_000])
+    running = asyncio.create_task(ends.pool.run(work(body=memory)))
+    frame, fd = await played.next()
+    assert isinstance(frame, Job)
+    assert fd is not None
+    with Memory.receive(fd, frame.size) as received:
+        assert bytes(received.view) == b"q" * 100_000
+    with Memory.create() as reply:
+        reply.write([b"r" * 70_000])
+        played.channel.send(Reply(id=frame.id, size=70_000), reply.fd)
+    answer = await running
+    assert answer.memory is not None
+    assert bytes(answer.memory.view) == b"r" * 70_000
+    answer.memory.close()
+    memory.close()
+
+
+async def test_a_failure_is_a_refusal(ends: Ends) -> None:
+    played = await ends.worker()
+    running = asyncio.create_task(ends.pool.run(work()))
+    job = await played.job()
+    played.channel.send(
+        Failure(id=job.id, code="queue_full", detail="full", reasons=("a", "b"), retry_after=7.0)
+    )
+    with pytest.raises(Refusal) as caught:
+        await running
+    assert (caught.value.code, caught.value.retry_after) == ("queue_full", 7.0)
+    assert caught.value.reasons == ("a", "b")
+
+
+async def test_a_deadline_cancels_the_job(ends: Ends) -> None:
+    played = await ends.worker()
+    running = asyncio.create_task(ends.pool.run(work(timeout_s=0.05)))
+    job = await played.job()
+    assert await refused(running) == "deadline_exceeded"
+    assert (await played.next())[0] == Cancel(id=job.id)
+    played.channel.send(Reply(id=job.id, size=2, body=b"ok"))  # too late, and no harm
+    again = asyncio.create_task(ends.pool.run(work()))
+    job = await played.job()
+    played.channel.send(Reply(id=job.id, size=3, body=b"new"))
+    assert (await again).reply.body == b"new"
+
+
+async def test_a_caller_who_leaves_cancels_the_job(ends: Ends) -> None:
+    played = await ends.worker()
+    running = asyncio.create_task(ends.pool.run(work()))
+    job = await played.job()
+    running.cancel()
+    assert (await played.next())[0] == Cancel(id=job.id)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_worker_that_dies_is_missed_by_all_who_wait(ends: Ends) -> None:
+    played = await ends.worker()
+    running = [asyncio.create_task(ends.pool.run(work())) for _ in range(3)]
+    for _ in running:
+        await played.job()
+    played.channel.close()
+    assert [await refused(task) for task in running] == ["worker_died"] * 3
+    assert not ends.pool.ready
+    assert await refused(asyncio.create_task(ends.pool.run(work()))) == "no_worker"
+
+
+async def test_a_successor_takes_the_place(ends: Ends) -> None:
+    first = await ends.worker()
+    running = asyncio.create_task(ends.pool.run(work()))
+    await first.job()
+    second = await ends.worker()  # attached before the death of the first is seen
+    assert await refused(running) == "worker_died"
+    again = asyncio.create_task(ends.pool.run(work()))
+    job = await second.job()
+    second.channel.send(Reply(id=job.id, size=2, body=b"ok"))
+    assert (await again).reply.body == b"ok"
+
+
+async def test_the_least_busy_worker_or_the_named_one(ends: Ends) -> None:
+    a, b = await ends.worker(0), await ends.worker(1)
+    tasks = [asyncio.create_task(ends.pool.run(work())) for _ in range(2)]
+    jobs = [await a.job(), await b.job()]
+    tasks.append(asyncio.create_task(ends.pool.run(work(), 1)))
+    jobs.append(await b.job())
+    for played, job in zip((a, b, b), jobs, strict=True):
+        played.channel.send(Reply(id=job.id, size=1, body=b"x"))
+    assert [answer.worker for answer in await asyncio.gather(*tasks)] == [0, 1, 1]
+    assert await refused(asyncio.create_task(ends.pool.run(work(), 2))) == "gone"
+
+
+async def test_the_supervisors_frames(ends: Ends) -> None:
+    ours, theirs = socketpair()
+    supervisor = Channel(theirs)
+    ends.pool.listen(Channel(ours))
+    assert isinstance(supervisor.recv(1)[0], Ready)
+    front_end, worker_end = socketpair()
+    with front_end:
+        supervisor.send(Attach(peer=3), front_end.fileno())
+    worker = Channel(worker_end)
+    worker.send(Hello(worker=3, pid=1, facts={}))
+    await ends.until(lambda: ends.pool.ready)
+    supervisor.send(Drain(grace=2.5))
+    await ends.until(lambda: ends.drained == [2.5])
+    ends.pool.drain()
+    assert not ends.pool.ready
+    supervisor.close()
+    await ends.until(lambda: ends.orphaned == 1)
+    worker.close()
+    await asyncio.sleep(0.02)
+
+
+async def test_nothing_leaks(ends: Ends) -> None:
+    played = await ends.worker()
+
+    async def exchange() -> None:
+        memory = Memory.create()
+        memory.write([b"q" * 50_000])
+        running = asyncio.create_task(ends.pool.run(work(body=memory, timeout_s=0.5)))
+        job = await played.job()
+        with Memory.create() as reply:
+            reply.write([b"r" * 50_000])
+            played.channel.send(Reply(id=job.id, size=50_000), reply.fd)
+        answer = await running
+        assert answer.memory is not None
+        answer.memory.close()
+        memory.close()
+
+    await exchange()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        await exchange()
+    assert len(os.listdir("/proc/self/fd")) == before

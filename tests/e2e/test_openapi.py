@@ -11,7 +11,6 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_headers_conformance,
@@ -20,12 +19,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [
-    not_a_server_error,
     status_code_conformance,
     content_type_conformance,
     response_headers_conformance,
     response_schema_conformance,
 ]
+NO_FAULT = (504, 507)  # a deadline of 1 ms, a tensor that only claims to be small
 QUICK = settings(
     max_examples=40,
     deadline=None,
@@ -81,6 +80,7 @@ def test_fuzzed(schema: Any, server: Any, path: str, method: str, mode: Generati
     def run(case: Any) -> None:
         response = case.call(headers={"content-type": "application/json"} if case.body else None)
         case.validate_response(response, checks=CHECKS)
+        assert response.status_code < 500 or response.status_code in NO_FAULT
 
     run()
     server.check_unharmed()
@@ -116,7 +116,7 @@ def test_mutated_messages(server: Any, document: Any, path: str) -> None:
             body = body[:at] + put + body[at + cut :]
         reply = server.post(path, content=body)
         assert reply.status_code in documented
-        assert reply.status_code < 500 or reply.status_code == 507
+        assert reply.status_code < 500 or reply.status_code in NO_FAULT
         if reply.status_code != 200:
             assert reply.headers["content-type"] == "application/problem+json"
 

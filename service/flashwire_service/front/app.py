@@ -95,20 +95,21 @@ def create_app(settings: Settings, pool: Workers, log: Log | None = None) -> Fas
     return app
 
 
-def _front(request: Request) -> Front:
+async def _front(request: Request) -> Front:  # a plain function would run in a thread
     front: Front = request.app.state.front
     return front
 
 
+FrontEnd = Annotated[Front, Depends(_front)]
 _bearer = HTTPBearer(auto_error=False, description="A key, where the server has keys.")
 
 
-def _owner(
-    request: Request,
+async def _owner(
+    front: FrontEnd,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> str:
     """The caller, as the digest of its key; "" where the server has no keys."""
-    settings = _front(request).settings
+    settings = front.settings
     if not settings.api_keys:
         return ""
     key = credentials.credentials if credentials else ""
@@ -121,7 +122,6 @@ def _owner(
     return key_digest(key).hex()
 
 
-FrontEnd = Annotated[Front, Depends(_front)]
 Owner = Annotated[str, Depends(_owner)]
 _open = APIRouter()
 _keyed = APIRouter(dependencies=[Depends(_owner)])

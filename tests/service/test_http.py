@@ -289,3 +289,14 @@ async def test_trailers_are_not_kept(served: Served) -> None:
     got = await read_reply(reader)
     assert got.status == 200
     assert got.headers["x-request-id"] != "from-a-trailer"
+
+
+async def test_an_offered_upgrade_is_not_taken(served: Served) -> None:
+    offer = b"connection: upgrade\r\nupgrade: h2c\r\n"
+    got, reader = await exchange(served, b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n")
+    assert (got.status, got.headers["connection"]) == (200, "close")
+    assert await closed(reader)
+    with_body = GOOD.replace(b"host: x\r\n", b"host: x\r\n" + offer)
+    got, reader = await exchange(served, with_body)
+    got.problem(400, "malformed")
+    assert await closed(reader)

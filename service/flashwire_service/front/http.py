@@ -20,6 +20,7 @@ from flashwire_service.front import problems
 
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
+_BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
@@ -71,23 +72,31 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         app = self.app
+        upgrade = self.parser.should_upgrade()
         if size > self.max_header_bytes:
             self.app = _answering(self._headers_too_large())
+        elif upgrade and any(name in _BODY_HEADERS for name, _ in self.headers):
+            self.app = _answering(Refusal("malformed", "send this without an Upgrade header"))
         try:
             super().on_headers_complete()
         finally:
             self.app = app
+        if upgrade:  # ignored; but the parser takes what follows for another protocol
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         if not self._lingering:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._body_complete = True
+        self._body_complete = not self.parser.should_upgrade()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(Refusal("malformed", "the bytes received are not an HTTP/1.1 request"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a client may offer what it likes."""
 
     @property
     def expects_more(self) -> bool:

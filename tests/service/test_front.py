@@ -234,6 +234,12 @@ async def test_json_has_a_limit_of_its_own(client: httpx.AsyncClient) -> None:
     headers = {"content-type": "application/json"}
     problem(await client.post("/attention", content=body, headers=headers), 413, "too_large")
 
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), 65536):
+            yield body[at : at + 65536]
+
+    problem(await client.post("/attention", content=pieces(), headers=headers), 413, "too_large")
+
 
 @pytest.mark.parametrize(
     "headers",

@@ -193,11 +193,12 @@ async def test_a_client_in_full_swing_reads_its_refusal(served: Served) -> None:
 
 async def test_lingering_has_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "LINGER_BYTES", 200_000)
+    monkeypatch.setattr(http, "LINGER_S", 60.0)
     reader, writer = await served.open()
     writer.write(b"POST /attention HTTP/1.1\r\nhost: x\r\ncontent-length: 90000000\r\n\r\n")
     await read_reply(reader)
     with pytest.raises(ConnectionError):
-        await send_for_ever(writer)
+        await asyncio.wait_for(send_for_ever(writer), 10)
 
 
 async def test_chunks_are_counted(served: Served) -> None:

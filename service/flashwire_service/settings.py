@@ -243,7 +243,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     Raises SettingsError with every mistake.
     """
     values: dict[str, Any] = {}
-    mistakes: list[str] = []
+    mistakes: dict[str, str] = {}
     for row in table():
         if row.flag is not None and row.name in flags:
             source, given = row.flag, flags[row.name]
@@ -254,29 +254,31 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
         try:
             values[row.name] = row.parse(given)
         except ValueError as exc:
-            mistakes.append(f"{source}: {exc}")
-    if not mistakes:
-        settings = Settings(**values)
-        mistakes = _contradictions(settings)
-        if not mistakes:
-            return settings
-    raise SettingsError(mistakes)
+            mistakes[row.name] = f"{source}: {exc}"
+    settings = Settings(**values)
+    lines = list(mistakes.values())
+    for involved, line in _contradictions(settings):
+        if involved.isdisjoint(mistakes):
+            lines.append(line)
+    if lines:
+        raise SettingsError(lines)
+    return settings
 
 
-def _contradictions(settings: Settings) -> list[str]:
-    """Settings that are right alone and wrong together."""
-    wrong = []
+def _contradictions(settings: Settings) -> Iterator[tuple[set[str], str]]:
+    """Settings that are right alone and wrong together: which, and what to do."""
     if not settings.api_keys and not settings.allow_open and not _is_loopback(settings.host):
-        wrong.append(
+        yield (
+            {"host", "api_keys", "allow_open"},
             f"--host: {settings.host} is reachable from other machines and no key is set: "
-            f"set {PREFIX}API_KEYS, or give --allow-open to let everyone in"
+            f"set {PREFIX}API_KEYS, or give --allow-open to let everyone in",
         )
     if settings.queue_bytes < settings.max_body_bytes:
-        wrong.append(
+        yield (
+            {"queue_bytes", "max_body_bytes"},
             f"--queue-bytes: {settings.queue_bytes} is less than one request of "
-            f"--max-body-bytes ({settings.max_body_bytes})"
+            f"--max-body-bytes ({settings.max_body_bytes})",
         )
-    return wrong
 
 
 def _is_loopback(host: str) -> bool:

@@ -53,6 +53,15 @@ def test_every_mistake_is_reported_at_once_and_named() -> None:
     assert "70000" in said[0]
 
 
+def test_contradictions_are_reported_beside_other_mistakes() -> None:
+    said = mistakes({"host": "0.0.0.0", "port": "x", "queue_bytes": "1k", "grace_s": "x"})  # noqa: S104
+    assert [line.partition(":")[0] for line in said] == [
+        "--port", "--grace-s", "--host", "--queue-bytes",
+    ]  # fmt: skip
+    said = mistakes({"host": "0.0.0.0", "queue_bytes": "?"}, {"FLASHWIRE_API_KEYS": "short"})  # noqa: S104
+    assert [line.partition(":")[0] for line in said] == ["--queue-bytes", "FLASHWIRE_API_KEYS"]
+
+
 @pytest.mark.parametrize("value", ["", "1.5", "1e3", "\u0661", "-1", "99999999999999999999"])
 def test_a_port_must_be_a_plain_number(value: str) -> None:
     assert mistakes({"port": value})[0].startswith("--port: ")

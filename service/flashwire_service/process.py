@@ -51,7 +51,8 @@ class Child:
             start = Start(index=index, parent=os.getpid(), settings=settings.to_bytes())
             self.control.send(start, fd)
             self._popen = _spawn(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                # -P: modules are not looked for in the working directory
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 theirs.fileno(),
                 environment or {},
             )

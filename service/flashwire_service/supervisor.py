@@ -20,7 +20,7 @@ from typing import Any
 
 from flashwire_service.ipc.channel import ChannelClosed, socketpair
 from flashwire_service.ipc.frames import Attach, Drain, Failure, Ready
-from flashwire_service.ipc.heartbeat import Heartbeat
+from flashwire_service.ipc.heartbeat import IDLE_LIMIT_S, Heartbeat
 from flashwire_service.logs import Log
 from flashwire_service.process import Child
 from flashwire_service.settings import Settings
@@ -29,6 +29,7 @@ WORKER = "flashwire_service.compute.worker"
 FRONT = "flashwire_service.front.server"
 BACKLOG = 1024
 LOOK_S = 0.25  # how often children are judged
+LATE_S = 1.0  # a look so long after the one before says more about the judge
 START_LIMIT_S = 180.0  # from birth to ready; importing torch from a cold disk is slow
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the nth replacement in a row
 HEALTHY_S = 30.0  # a child that was ready this long before it died starts a new row
@@ -157,6 +158,8 @@ class Supervisor:
         self._workers = [Place("worker", i) for i in range(settings.workers)]
         self._fronts = [Place("front", i) for i in range(settings.frontends)]
         self._stopping = False
+        self._looked = 0.0  # when children were last judged
+        self._trust_from = 0.0  # when silence begins to count
 
     def run(self) -> int:
         """Until told to stop, then drain. Returns the exit code; raises Fatal. Leaves no child."""
@@ -233,12 +236,15 @@ class Supervisor:
     # Deaths
 
     def _judge(self, now: float) -> None:
+        if now - self._looked > LATE_S:  # this process slept, so all the machine may have
+            self._trust_from = now + IDLE_LIMIT_S
+        self._looked = now
         for place in (*self._workers, *self._fronts):
             if place.child is None:
                 continue
             if (code := place.child.exit_code) is not None:
                 self._bury(place, place.child, code, now)
-            elif complaint := _complaint(place, place.child, now):
+            elif now >= self._trust_from and (complaint := _complaint(place, place.child, now)):
                 self._log.error("hung", child=place.name, pid=place.child.pid, why=complaint)
                 place.child.kill()
 

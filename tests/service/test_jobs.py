@@ -1,5 +1,6 @@
 """Jobs on the real kernels: real message bytes in, real reply bytes out."""
 
+import errno
 import json
 import math
 import os
@@ -287,7 +288,8 @@ def test_fields_of_a_check_are_named_as_in_its_message(jobs):
     assert failure.code == "unsupported_backend"
 
 
-def test_a_residual_beyond_the_budget_is_507(jobs):
+def test_a_residual_beyond_the_budget_is_507_before_anything_is_computed(jobs, monkeypatch):
+    monkeypatch.setattr(api, "forward", lambda *_, **__: pytest.fail("computed"))
     x = qkv(1, 1, 512, 256)
     failure = failure_of(jobs.run(ticket("attention", {"save_for_backward": True}, x, memory=True)))
     assert failure.code == "not_enough_memory"
@@ -392,6 +394,8 @@ def test_a_result_larger_than_memory_is_refused_before_it_is_made(jobs):
     [
         (RuntimeError("secret at /home/me/file.py:3"), "internal"),
         (MemoryError(), "not_enough_memory"),
+        (OSError(errno.ENOSPC, "no space", "/a/b"), "not_enough_memory"),
+        (OSError(errno.EMFILE, "secret at", "/a/b"), "internal"),
         (torch.OutOfMemoryError("CUDA out of memory at /a/b"), "not_enough_memory"),
         (
             RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't"),
@@ -415,8 +419,9 @@ def test_foreign_errors_are_mapped_without_their_text(jobs, monkeypatch, capfd, 
 def test_tensors_in_pieces_or_out_of_line_are_read_right():
     want = torch.arange(6, dtype=torch.float32).view(2, 3)
     raw = bytes_of(want)
-    shifted = bytearray(b"x" + bytes(raw))
-    assert torch.equal(tensor_at(shifted, TensorSlot("float32", (2, 3), ((1, 24),))), want)
+    shifted = tensor_at(bytearray(b"x" + bytes(raw)), TensorSlot("float32", (2, 3), ((1, 24),)))
+    assert torch.equal(shifted, want)
+    assert shifted.data_ptr() % 4 == 0
     parts = bytearray(bytes(raw[:10]) + b"??" + bytes(raw[10:]))
     pieces = TensorSlot("float32", (2, 3), ((0, 10), (12, 14)))
     assert torch.equal(tensor_at(parts, pieces), want)

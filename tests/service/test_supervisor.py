@@ -184,6 +184,18 @@ def test_a_stopped_worker_counts_as_hung_and_is_replaced(start):
     service.wait_for("ready", "worker-0", count=2)
 
 
+def test_a_machine_that_slept_has_no_hung_worker(start):
+    service = start().ready()
+    everyone = (service.process.pid, *service.pids)
+    for number, seconds in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 1.0)):
+        for pid in everyone:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    assert not [e for e in service.events if e["event"] == "hung"]
+    os.kill(service.pid_of("worker-0"), signal.SIGSTOP)
+    service.wait_for("hung", "worker-0")
+
+
 def test_a_worker_busy_beyond_its_limit_is_replaced(start):
     service = start("busy too long")
     assert "beyond its limit" in service.wait_for("hung", "worker-0")["why"]
@@ -206,12 +218,15 @@ def test_children_die_with_a_killed_supervisor(start):
     wait_until(lambda: not any(alive(pid) for pid in service.pids))
 
 
-def test_ctrl_c_for_the_whole_group_still_drains(start):
+def test_children_leave_signals_to_the_supervisor(start):
     service = start().ready()
-    for pid in (*service.pids, service.process.pid):
-        os.kill(pid, signal.SIGINT)
-    assert service.process.wait(PATIENCE_S) == 0
-    assert not [e for e in service.events if e["event"] == "died"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for pid in service.pids:
+            os.kill(pid, number)
+    time.sleep(0.3)
+    answer = service.ask()
+    assert {answer["pid"], *answer["workers"]} == service.pids
+    assert service.stop(signal.SIGINT) == 0
 
 
 def test_a_second_signal_ends_at_once(start):
@@ -220,6 +235,7 @@ def test_a_second_signal_ends_at_once(start):
         service.process.send_signal(signal.SIGINT)
         wait_until(lambda: any(e["event"] == "stopping" for e in service.events))
         assert service.stop(signal.SIGINT) == 128 + signal.SIGINT
+    assert not any(alive(pid) for pid in service.pids)
 
 
 def test_a_worker_that_will_not_end_is_killed(start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, in any of the ways this is said."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOMEM, errno.ENOSPC)
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 

@@ -1,6 +1,6 @@
 """Saved forwards: what backward needs, kept for a while, within a budget of bytes.
 
-The compute loop alone uses them. When room is short the expired go first, then the oldest.
+The compute loop alone uses them. When room is short the oldest go, which expire first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Residuals:
         """Hold a forward and return its id. Raises NotEnoughMemory when it exceeds the budget."""
         nbytes = saved.nbytes
         self.require(nbytes)
-        self.sweep()
         while self._held + nbytes > self._max_bytes:
             self._remove(next(iter(self._entries)))
         key = residual_id.mint(self._signing_key, self._worker, owner)

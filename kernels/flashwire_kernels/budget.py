@@ -4,8 +4,13 @@ Per tensor, max error <= 2 * e + (u + t * (1 + S)) * A, and for lse <= t_lse * (
 
     e      the error of plain materialised attention in the request's own dtype (plain.py)
     u, t   units of the dtype: the coarser of q's and the tensor's own (dbias and dsinks have one)
-    S      the largest |s| over visible scores, and over sinks, which are scores of their own
+    S      the largest |s| over visible scores
     A      the largest value of the tensor's own formula on absolute values
+
+Where the contract leaves room, this is what rounding to nearest can promise and no more. S counts
+|scale| sum |q| |k| as well, the terms by which a dot product errs however small their sum is, the
+sinks, which are scores too, and lse, which no float holds more exactly than its own size allows. A
+takes sum |dout| |out| for delta, since a backend computes delta from an out already rounded.
 """
 
 from __future__ import annotations
@@ -109,24 +114,26 @@ def _sizes(
     want: Tensors,
 ) -> tuple[float, dict[str, float]]:
     """S, and A by the tensor's name. What is not finite counts as 0."""
-    score, terms = _largest(sink_logits(problem, x)), dict.fromkeys(want, 0.0)
+    score = max(_largest(sink_logits(problem, x)), _largest(want["lse"]))
+    terms = dict.fromkeys(want, 0.0)
     summed = {name: torch.zeros_like(want[name]) for name in ("dbias", "dsinks") if name in want}
 
     def note(name: str, values: torch.Tensor) -> None:
         terms[name] = max(terms[name], _largest(values))
 
     for part in parts(problem):
-        lse = part.of_q(want["lse"])
+        q, out, lse = (part.of_q(t) for t in (x.q, want["out"], want["lse"]))
+        q, k, v = (_cleared(exact(t)) for t in (q, part.of_k(x.k), part.of_k(x.v)))
+        k, v = per_query_head(problem, k), per_query_head(problem, v)
         scores, dropout = pair_scores(problem, part, x), dropout_factor(problem, part, x)
         p = _cleared(probabilities(scores, lse))
-        v = _cleared(per_query_head(problem, exact(part.of_k(x.v))))
-        score = max(score, _largest(scores.s.masked_fill(~scores.visible, 0)))
+        for size in (scores.s, problem.scale * q.abs() @ k.abs().mT):
+            score = max(score, _largest(size.masked_fill(~scores.visible, 0)))
         note("out", (p * dropout) @ v.abs())
         if dout is None:
             continue
-        q, do, out = (_cleared(exact(part.of_q(t))) for t in (x.q, dout, want["out"]))
-        k = _cleared(per_query_head(problem, exact(part.of_k(x.k))))
-        row = (do * out).sum(-1).abs()
+        do = _cleared(exact(part.of_q(dout)))
+        row = (do * _cleared(exact(out))).abs().sum(-1)
         if dlse is not None:
             row = row + _cleared(exact(part.of_q(dlse))).abs()
         ds = p * (((do @ v.mT) * dropout).abs() + row[..., None])

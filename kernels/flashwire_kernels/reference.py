@@ -186,15 +186,19 @@ def parts(problem: Problem) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """s, which pairs are visible, and d s / d (scale * q k), each (B, Hq, Lq, Lk)."""
+    """What is known of each pair, (B, Hq, Lq, Lk).
+
+    s          the score that softmax sees; whatever it comes to where hidden, NaN included
+    steepness  d s / d (scale * <q, k>)
+    """
 
     s: torch.Tensor
-    visible: torch.Tensor
     steepness: torch.Tensor
+    visible: torch.Tensor
 
 
 def pair_scores(problem: Problem, part: Part, x: Inputs) -> Scores:
-    """Scores of one part. s is as it comes where hidden, NaN included."""
+    """The scores of one part."""
     q, k = exact(part.of_q(x.q)), per_query_head(problem, exact(part.of_k(x.k)))
     s = problem.scale * (q @ k.mT)
     steepness = torch.ones_like(s)
@@ -205,7 +209,7 @@ def pair_scores(problem: Problem, part: Part, x: Inputs) -> Scores:
         s = s - slope_factors(part, x.alibi_slopes) * distance(problem, part, x).abs()
     if x.bias is not None:
         s = s + part.of_pairs(x.bias)
-    return Scores(s, visible_pairs(problem, part, x).expand(s.shape), steepness)
+    return Scores(s, steepness, visible_pairs(problem, part, x).expand(s.shape))
 
 
 def visible_pairs(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:

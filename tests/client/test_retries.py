@@ -83,11 +83,9 @@ def test_tries_end(server: Any, qkv: Any, waits: list[float]) -> None:
     assert len(server.received) == 4
 
 
-def test_too_long_a_wait_is_the_callers_decision(
-    server: Any, client: Client, qkv: Any, waits: list[float]
-) -> None:
+def test_too_long_a_wait_is_the_callers_decision(server: Any, qkv: Any, waits: list[float]) -> None:
     server.script = [server.problem(503, "draining", "bye", retry_after=3600)]
-    with pytest.raises(errors.Draining) as caught:
+    with Client(server.url, timeout=None) as client, pytest.raises(errors.Draining) as caught:
         client.attention(*qkv)
     assert caught.value.retry_after == 3600
     assert waits == []

@@ -199,6 +199,15 @@ def test_s13_health_answers_beside_long_work(server: Any) -> None:
 # Processes
 
 
+def wait_until_busy(server: Any) -> None:
+    """Until a request beside our own questions is in flight."""
+    end = time.monotonic() + 20
+    while "flashwire_requests_in_flight 2.0" not in server.http.get("/metrics").text:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.2)  # its body is small: by now a worker has it
+
+
 def test_s15_a_killed_worker_is_missed_at_once(start_server: Callable[..., Any]) -> None:
     server = start_server()
     small = {"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]], "save_for_backward": True}
@@ -217,7 +226,7 @@ def test_s15_a_killed_worker_is_missed_at_once(start_server: Callable[..., Any])
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.5)
+    wait_until_busy(server)
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     thread.join()
@@ -265,14 +274,19 @@ def test_a_stop_finishes_what_is_in_flight(start_server: Callable[..., Any]) -> 
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.5)
+    wait_until_busy(server)
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    with pytest.raises(OSError, match="refused"):
-        socket.create_connection((server.host, server.port), 1).close()
+    with pytest.raises(ConnectionRefusedError):
+        connect_while(thread.is_alive, server)
     thread.join()
     assert results[0].out.shape == slow.shape
     assert server.process.wait(20) == 0
+
+
+def connect_while(condition: Callable[[], bool], server: Any) -> None:
+    while condition():
+        socket.create_connection((server.host, server.port), 1).close()
+        time.sleep(0.02)
 
 
 # Kernel cases that the wire could spoil

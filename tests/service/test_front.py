@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -431,6 +432,17 @@ async def test_plan_refuses(client: httpx.AsyncClient, change: dict[str, Any], f
     body = {"q": {"shape": [4, 4], "dtype": "float16"}} | change
     document = problem(await client.post("/attention/plan", json=body), 422, "invalid")
     assert field in [reason.partition(":")[0] for reason in document["reasons"]]
+
+
+@pytest.mark.parametrize("path", ["", "/backward", "/check", "/plan"])
+async def test_no_memory_is_kept_of_refused_requests(client: httpx.AsyncClient, path: str) -> None:
+    offsets = [0] * 50_000  # too long to stay in this process, and no request
+    message = packed({"cu_seqlens_q": offsets}) if path == "/plan" else packed({}, **qkv(99, 99))
+    await client.get("/healthz")
+    before = len(os.listdir("/proc/self/fd"))
+    response = await client.post(f"/attention{path}", content=message)
+    assert response.status_code in (200, 422)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # Keys and web origins

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable
+from contextlib import closing
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
@@ -71,7 +72,7 @@ class Front:
         self.metrics.computed(answer.worker, answer.reply)
         return answer
 
-    def owner_of_residual(self, text: str, owner: str) -> int:
+    def worker_of_residual(self, text: str, owner: str) -> int:
         """The worker that holds, or held, a residual of this owner. Raises Refusal (not_found)."""
         worker = residual_id.verify(self.settings.signing_key, text, owner)
         if worker is None:
@@ -136,12 +137,9 @@ _keyed = APIRouter(dependencies=[Depends(_owner)])
 async def attention(request: Request, front: FrontEnd, owner: Owner) -> Response:
     """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
     timeout_s(request, front.settings)
-    message = await body.read(request, front.settings, wire.ATTENTION)
-    try:
-        checked = checks.attention(message)
-        answer = await front.compute(request, "attention", checked.options, message, owner=owner)
-    finally:
-        message.close()
+    with closing(await body.read(request, front.settings, wire.ATTENTION)) as message:
+        options = checks.attention(message).options
+        answer = await front.compute(request, "attention", options, message, owner=owner)
     return _reply(request, answer)
 
 
@@ -154,19 +152,16 @@ async def attention(request: Request, front: FrontEnd, owner: Owner) -> Response
 async def backward(request: Request, front: FrontEnd, owner: Owner) -> Response:
     """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
     timeout_s(request, front.settings)
-    message = await body.read(request, front.settings, wire.BACKWARD)
-    try:
+    with closing(await body.read(request, front.settings, wire.BACKWARD)) as message:
         worker = None
         if message.options.get("residual") is None:
             options = checks.backward(message).options
         else:
             options = checks.backward_by_residual(message)
-            worker = front.owner_of_residual(options["residual"], owner)
+            worker = front.worker_of_residual(options["residual"], owner)
         answer = await front.compute(
             request, "backward", options, message, owner=owner, worker=worker
         )
-    finally:
-        message.close()
     return _reply(request, answer)
 
 
@@ -179,12 +174,9 @@ async def backward(request: Request, front: FrontEnd, owner: Owner) -> Response:
 async def check(request: Request, front: FrontEnd, owner: Owner) -> Response:
     """Whether results agree within the error budget, tensor by tensor."""
     timeout_s(request, front.settings)
-    message = await body.read(request, front.settings, wire.CHECK)
-    try:
+    with closing(await body.read(request, front.settings, wire.CHECK)) as message:
         options = checks.check(message).options
         answer = await front.compute(request, "check", options, message, owner=owner)
-    finally:
-        message.close()
     return _reply(request, answer)
 
 
@@ -197,9 +189,9 @@ async def check(request: Request, front: FrontEnd, owner: Owner) -> Response:
 async def plan(request: Request, front: FrontEnd) -> Response:
     """FLOPs, bytes, tiles and an estimate, from shapes alone."""
     timeout_s(request, front.settings)
-    message = await body.read(request, front.settings, wire.PLAN)
-    options, problem = checks.plan(message)
-    result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
+    with closing(await body.read(request, front.settings, wire.PLAN)) as message:
+        options, problem = checks.plan(message)
+        result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
     if accepted(request) == "json":
         return JSONResponse(result)
     return Response(msgpack.packb(result), media_type=wire.MEDIA_TYPE)
@@ -214,7 +206,7 @@ async def plan(request: Request, front: FrontEnd) -> Response:
 )
 async def release(request: Request, residual: str, front: FrontEnd, owner: Owner) -> Response:
     """It frees itself when its time to live has passed."""
-    worker = front.owner_of_residual(residual, owner)
+    worker = front.worker_of_residual(residual, owner)
     options = {"residual": residual}
     await front.compute(request, "release", options, None, owner=owner, worker=worker)
     return Response(status_code=204)

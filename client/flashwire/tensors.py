@@ -133,7 +133,8 @@ def _pack_torch(name: str, tensor: torch.Tensor, dtype: str | None) -> Payload:
             host = torch.from_numpy(_round_to_odd(host.cpu().numpy()))
         host = host.to(getattr(torch, dtype))
     host = host.cpu().contiguous()
-    flat = host.reshape(-1).view(torch.uint8) if host.numel() else host.new_empty(0).byte()
+    # A single element counts as contiguous whatever its stride, but view(uint8) wants stride 1.
+    flat = host.as_strided((host.numel(),), (1,)).view(torch.uint8)
     return Payload(Header(dtype or given, tuple(host.shape)), flat.numpy().data)
 
 

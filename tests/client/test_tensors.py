@@ -76,6 +76,7 @@ TENSORS = {
     "plain": torch.arange(6.0).reshape(2, 3),
     "transposed": torch.arange(24).reshape(1, 3, 2, 4).float().transpose(1, 2),
     "expanded": torch.ones(1).expand(3, 3),
+    "one element of stride 0": torch.tensor(2.0).expand(1, 1),
     "strided": torch.arange(12.0)[1::3],
     "bfloat16": torch.tensor([0.01, 1.0, -2.5, 3e38], dtype=torch.bfloat16),
     "zero-size": torch.zeros(0, 3, dtype=torch.bfloat16),

@@ -444,6 +444,7 @@ def test_any_byte_but_zero_is_true():
 def test_zero_size_and_rank_zero():
     assert tensor_at(bytearray(), TensorSlot("bfloat16", (2, 0), ())).shape == (2, 0)
     assert tensor_at(bytearray(8), TensorSlot("int64", (), ((0, 8),))).shape == ()
+    assert bytes(bytes_of(torch.tensor(2.0).expand(1, 1))) == b"\0\0\0\x40"
     assert len(bytes_of(torch.empty(0, 3))) == 0
 
 

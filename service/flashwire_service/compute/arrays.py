@@ -47,6 +47,8 @@ def _elements(body: memoryview | bytearray, slot: TensorSlot, dtype: torch.dtype
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's elements as bytes in C order; no copy when that is how they lie on the host."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    host = tensor.detach().cpu().contiguous()
+    # A single element counts as contiguous whatever its stride, but view(uint8) wants stride 1.
+    flat = host.as_strided((host.numel(),), (1,))
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view

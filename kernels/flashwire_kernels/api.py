@@ -35,7 +35,11 @@ from flashwire_kernels.validation import OFFSETS, Problem, resolve
 Offsets = torch.Tensor | Sequence[int]
 
 _MODULES: Mapping[str, str] = MappingProxyType(
-    {"cpu": "flashwire_kernels.cpu", "reference": "flashwire_kernels.reference"}
+    {
+        "triton": "flashwire_kernels.fused.backend",
+        "cpu": "flashwire_kernels.cpu",
+        "reference": "flashwire_kernels.reference",
+    }
 )
 _PLAIN = AttentionSpec()
 
@@ -82,7 +86,13 @@ def forward(
     name, skipped = _choose(backend, call.problem, q.device)
     _check_memory(name, call.problem, memory_limit, backward=False)
     out, lse = _load(name).forward(call.problem, call.inputs)
-    return Forward(out=call.restore(out), lse=call.restore_lse(lse), backend=name, skipped=skipped)
+    return Forward(
+        out=call.restore(out),
+        lse=call.restore_lse(lse),
+        backend=name,
+        skipped=skipped,
+        precision=support.precision(name, call.problem),
+    )
 
 
 @torch.no_grad()
@@ -145,7 +155,12 @@ def backward(
         dbias=found.dbias,
         dsinks=found.dsinks,
     )
-    return Backward(gradients=gradients, backend=name, skipped=skipped)
+    return Backward(
+        gradients=gradients,
+        backend=name,
+        skipped=skipped,
+        precision=support.precision(name, call.problem),
+    )
 
 
 @dataclass(frozen=True, slots=True)

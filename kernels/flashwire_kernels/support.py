@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from flashwire_kernels.errors import InvalidAttention, Violation
+from flashwire_kernels.fused import support as fused_support
 from flashwire_kernels.types import ITEM_SIZE
 from flashwire_kernels.validation import Problem
 
@@ -29,6 +30,11 @@ def reasons(backend: str, problem: Problem, device: str) -> tuple[str, ...]:
 def extra_bytes(backend: str, problem: Problem, *, backward: bool) -> int:
     """About how much memory `backend` needs beside the tensors given and returned."""
     return _EXTRA_BYTES[known(backend)](problem, backward)
+
+
+def precision(backend: str, problem: Problem) -> str:
+    """What `backend` computes float32 products in: "ieee", or "tf32" when that was allowed."""
+    return fused_support.precision(problem) if known(backend) == "triton" else "ieee"
 
 
 def known(backend: str) -> str:
@@ -51,10 +57,6 @@ def _cpu(problem: Problem, device: str) -> list[str]:
     return [f"device: the tensors are on {device!r}, this backend computes on 'cpu' only"]
 
 
-def _triton(problem: Problem, device: str) -> list[str]:
-    return ["backend: 'triton' is not part of this version"]
-
-
 def _reference_bytes(problem: Problem, backward: bool) -> int:
     """Scores and what is derived from them in float64, a few batch rows at a time."""
     largest = max((lq * lk for lq, lk in problem.sequences), default=0) * problem.heads_q
@@ -71,13 +73,16 @@ def _cpu_bytes(problem: Problem, backward: bool) -> int:
     return item * forward * (3 if backward else 1) + tiles
 
 
-def _no_bytes(problem: Problem, backward: bool) -> int:
-    return 0
+def _triton_bytes(problem: Problem, backward: bool) -> int:
+    """Numbers per row in float32, and a few small tensors: see fused.backend."""
+    rows = problem.tokens_q * problem.heads_q
+    longest = problem.batch * problem.heads_q * (problem.len_q + problem.len_k)
+    return ITEM_SIZE["float32"] * (4 * rows + 3 * longest if backward else rows) + (1 << 20)
 
 
 _REASONS: Mapping[str, Callable[[Problem, str], list[str]]] = MappingProxyType(
-    {"triton": _triton, "cpu": _cpu, "reference": _reference}
+    {"triton": fused_support.reasons, "cpu": _cpu, "reference": _reference}
 )
 _EXTRA_BYTES: Mapping[str, Callable[[Problem, bool], int]] = MappingProxyType(
-    {"triton": _no_bytes, "cpu": _cpu_bytes, "reference": _reference_bytes}
+    {"triton": _triton_bytes, "cpu": _cpu_bytes, "reference": _reference_bytes}
 )

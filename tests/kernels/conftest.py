@@ -1,23 +1,70 @@
 """Which backends the conformance suite runs, and how it judges them."""
 
+import importlib.util
+import os
+
+import numpy as np
 import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton's kernels are imported
 
 from flashwire_kernels.check import check
+from flashwire_kernels.fused import support as fused_support
 from flashwire_kernels.testing import Case, make
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "triton")
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     """Every backend, the reference included."""
-    return request.param
+    return prepare(request.param, request)
 
 
 @pytest.fixture(params=[name for name in BACKENDS if name != "reference"])
 def fast_backend(request):
     """Every backend but the reference, for what is large or says nothing about the reference."""
-    return request.param
+    return prepare(request.param, request)
+
+
+def prepare(backend, request):
+    """Have triton's kernels interpreted, on CPU tensors, writing into memory full of NaN."""
+    if backend != "triton":
+        return backend
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    patch = request.getfixturevalue("monkeypatch")
+    patch.setattr(fused_support, "DEVICES", {"cuda", "cpu"})
+    interpret_bfloat16(patch)
+    settings = np.seterr(all="ignore")  # infinities are how hidden pairs are computed
+    request.addfinalizer(lambda: np.seterr(**settings))
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    return backend
+
+
+def interpret_bfloat16(patch):
+    """Triton's interpreter holds bfloat16 as uint16: it multiplies those, and truncates to them."""
+    from triton.runtime import interpreter
+
+    bf16, f32 = interpreter.tl.bfloat16, interpreter.tl.float32
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert_float(values, source, target, rounding):
+        if (source, target) == (bf16, f32):
+            return values.astype(np.uint32) << 16
+        if (source, target) == (f32, bf16):
+            found = torch.from_numpy(np.array(values)).to(torch.bfloat16)
+            return found.view(torch.int16).numpy()
+        return convert(values, source, target, rounding)
+
+    def create_dot(self, a, b, *rest):
+        a, b = (self.cast_impl(t, f32) if t.dtype.scalar == bf16 else t for t in (a, b))
+        return dot(self, a, b, *rest)
+
+    patch.setattr(interpreter, "_convert_float", convert_float)
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture

@@ -1,0 +1,253 @@
+"""What the kernels take: tensors with their strides, and the options, grouped by name.
+
+Strides count elements. A member that is None is absent from the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from flashwire_kernels.geometry import Band
+from flashwire_kernels.tensors import Inputs
+from flashwire_kernels.types import ITEM_SIZE
+from flashwire_kernels.validation import Problem
+
+LOG2E = math.log2(math.e)
+_LEAST_FOLDED_SCALE = 2.0**-60
+_CACHE_BYTES = 16 << 20  # of keys and values that programs in flight should share
+_SOFTCAP_RANGE = (2.0**-80, 2.0**80)  # beyond, float32 sees a constant 0 or no cap at all
+
+
+class Rows(NamedTuple):
+    """A row per token: (B, H, L, D), or (T, H, D) with `batch` 0."""
+
+    ptr: torch.Tensor
+    batch: int
+    head: int
+    row: int
+    dim: int
+
+
+class Scalars(NamedTuple):
+    """A number per token, such as lse: (B, H, L), or (T, H) with `batch` 0."""
+
+    ptr: torch.Tensor
+    batch: int
+    head: int
+    row: int
+
+
+class Pairs(NamedTuple):
+    """Something per (b, h, i, j); stride 0 broadcasts."""
+
+    ptr: torch.Tensor
+    batch: int
+    head: int
+    row: int
+    col: int
+
+
+class Slopes(NamedTuple):
+    """ALiBi's slopes per (b, h)."""
+
+    ptr: torch.Tensor
+    batch: int
+    head: int
+
+
+class Lengths(NamedTuple):
+    """Dense: the two lengths. Packed: the longest, and the B+1 offsets of each."""
+
+    q: int
+    k: int
+    offsets_q: torch.Tensor | None
+    offsets_k: torch.Tensor | None
+
+
+class Window(NamedTuple):
+    """The ends of geometry.Band; None is open."""
+
+    left: int | None
+    right: int | None
+
+
+class Dropout(NamedTuple):
+    """Three 32-bit words as int32, and 1 / (1 - p)."""
+
+    key0: int
+    key1: int
+    threshold: int
+    factor: float
+
+
+class Score(NamedTuple):
+    """How a product q.k becomes a score in units of log2.
+
+    Without softcap: product * factor. With it: softcap * tanh(product * factor). Then ALiBi and
+    bias, both times log2(e).
+    """
+
+    factor: float
+    softcap: float | None
+    slopes: Slopes | None
+    mask: Pairs | None
+    bias: Pairs | None
+
+
+def rows(t: torch.Tensor, packed: bool) -> Rows:
+    """Of a canonical tensor with a row per token."""
+    if packed:
+        return Rows(t, 0, t.stride(1), t.stride(0), t.stride(2))
+    return Rows(t, *t.stride())
+
+
+def scalars(t: torch.Tensor, packed: bool) -> Scalars:
+    """Of a canonical tensor with a number per token."""
+    if packed:
+        return Scalars(t, 0, t.stride(1), t.stride(0))
+    return Scalars(t, *t.stride())
+
+
+def pairs(t: torch.Tensor | None, problem: Problem) -> Pairs | None:
+    """Of a mask or bias in the shape it was given in: read in place, broadcast by stride."""
+    if t is None:
+        return None
+    shape = (problem.batch, problem.heads_q, problem.len_q, problem.len_k)
+    seen = t.view(torch.uint8) if t.dtype == torch.bool else t
+    return Pairs(seen, *seen.expand(shape).stride())
+
+
+def score(problem: Problem, x: Inputs) -> Score:
+    """The scores of a problem."""
+    softcap, factor = problem.spec.softcap, problem.scale * LOG2E
+    if softcap is not None and softcap < _SOFTCAP_RANGE[1]:
+        softcap = max(softcap, _SOFTCAP_RANGE[0])
+        factor, softcap = problem.scale / softcap, softcap * LOG2E
+    else:
+        softcap = None
+    slopes = None
+    if x.alibi_slopes is not None:
+        strides = x.alibi_slopes.expand(problem.batch, problem.heads_q).stride()
+        slopes = Slopes(x.alibi_slopes, *strides)
+    mask, bias = pairs(x.mask, problem), pairs(x.bias, problem)
+    return Score(float32(factor), softcap, slopes, mask, bias)
+
+
+def folds(s: Score) -> bool:
+    """Whether a score is its product times a positive factor, so that the largest of a row can be
+    found before they are multiplied.
+    """
+    plain = s.softcap is None and s.slopes is None and s.bias is None
+    return plain and s.factor >= _LEAST_FOLDED_SCALE
+
+
+def window(problem: Problem) -> Window:
+    band = Band.of(problem.spec, problem.len_q, problem.len_k)
+    return Window(band.left, band.right)
+
+
+def dropout(problem: Problem) -> Dropout | None:
+    p, seed = problem.spec.dropout_p, problem.spec.dropout_seed
+    if not p or seed is None:
+        return None
+    words = (seed & 0xFFFFFFFF, seed >> 32, math.floor(p * 2.0**32))
+    return Dropout(*(_signed(w) for w in words), 1 / (1 - p))
+
+
+def lengths(problem: Problem, device: torch.device) -> Lengths:
+    if not problem.packed:
+        return Lengths(problem.len_q, problem.len_k, None, None)
+    offsets = (_on(device, o or ()) for o in (problem.offsets_q, problem.offsets_k))
+    return Lengths(problem.len_q, problem.len_k, *offsets)
+
+
+def float32(value: float) -> float:
+    """The nearest finite float32, as Triton passes it."""
+    largest = torch.finfo(torch.float32).max
+    return min(max(value, -largest), largest)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _on(device: torch.device, values: Sequence[int]) -> Any:
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Programs over the tiles of heads, and what tells a program which is its own."""
+
+    programs: int
+    arguments: tuple[Any, ...]
+
+
+def query_grid(problem: Problem, tile: int, device: torch.device) -> Grid:
+    """A program per `tile` queries of a query head."""
+    return _grid(problem, tile, device, problem.heads_q, problem.group, of_keys=False)
+
+
+def key_grid(problem: Problem, tile: int, device: torch.device) -> Grid:
+    """A program per `tile` keys of a key head."""
+    return _grid(problem, tile, device, problem.heads_kv, 1, of_keys=True)
+
+
+def _grid(
+    problem: Problem, tile: int, device: torch.device, heads: int, step: int, *, of_keys: bool
+) -> Grid:
+    length = problem.len_k if of_keys else problem.len_q
+    tiles, rows = -(-length // tile), problem.batch * heads
+    listed = _tile_list(problem, tile, device, of_keys=of_keys)
+    programs = tiles * rows if listed is None else len(listed) * heads
+    return Grid(programs, (listed, tiles, rows, heads, step * _heads_at_once(problem)))
+
+
+def _tile_list(
+    problem: Problem, tile: int, device: torch.device, *, of_keys: bool
+) -> torch.Tensor | None:
+    """The (sequence, tile) pairs of a packed problem, int32 (n, 2), longest work first."""
+    if not problem.packed:
+        return None
+    causal = problem.spec.causal
+    found = []
+    for b, sizes in enumerate(problem.sequences):
+        own, other = reversed(sizes) if of_keys else sizes
+        for t in range(-(-own // tile)):
+            work = other
+            if causal:  # late rows see many keys, early keys are seen by many rows
+                work = min(other, own - t * tile if of_keys else (t + 1) * tile)
+            found.append((-work, b, t))
+    listed = [pair for _, *pair in sorted(found)]
+    return torch.tensor(listed, dtype=torch.int32).view(-1, 2).to(device, non_blocking=True)
+
+
+def _heads_at_once(problem: Problem) -> int:
+    """How many key heads' programs to mix, so that tiles with most to do can go first and the keys
+    and values in use still fit a GPU's cache together.
+    """
+    item = ITEM_SIZE[problem.dtype]
+    return max(1, _CACHE_BYTES // max(1, problem.len_k * (problem.dim + problem.dim_v) * item))
+
+
+def constants(problem: Problem) -> dict[str, Any]:
+    """Compile-time arguments that all kernels have in common."""
+    return {
+        "GROUP": problem.group,
+        "BOTTOM_RIGHT": problem.spec.causal_align == "bottom_right",
+        "PRECISION": problem.spec.precision,
+        "DIM": problem.dim,
+        "DIM_V": problem.dim_v,
+        "DIM_PAD": padded(problem.dim),
+        "DIM_V_PAD": padded(problem.dim_v),
+    }
+
+
+def padded(dim: int) -> int:
+    """The power of two that a head dimension is padded to in registers."""
+    return max(16, 1 << (dim - 1).bit_length())

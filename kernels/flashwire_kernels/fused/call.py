@@ -1,0 +1,30 @@
+"""A kernel and what to launch it with, so that an audit can compile exactly what would run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashwire_kernels.fused.config import Config
+
+UNSPECIALISED = ["lengths", "window", "dropout", "tiles", "heads", "heads_per_row", "heads_at_once"]
+"""Arguments whose values must not compile a kernel anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One launch of a kernel over a grid of `programs`, all on the first axis: it alone may be
+    longer than 65535.
+    """
+
+    kernel: Any
+    programs: int
+    positional: tuple[Any, ...]
+    constants: dict[str, Any]
+    config: Config
+
+    def launch(self) -> None:
+        """Nothing where there are no programs."""
+        if self.programs:
+            grid = (self.programs,)
+            self.kernel[grid](*self.positional, **self.constants, **self.config.options)

@@ -1,0 +1,37 @@
+"""What the Triton kernels cannot do. Neither torch nor triton here: front ends ask, too."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from flashwire_kernels.validation import Problem
+
+MAX_DIM = 256
+MAX_LENGTH = 2**28  # positions are int32, and twice the sum of two lengths must still be one
+DEVICES = frozenset({"cuda"})  # PyTorch calls ROCm's devices so, too
+
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def reasons(problem: Problem, device: str) -> list[str]:
+    """Every reason why the kernels cannot run `problem` on `device`."""
+    found = []
+    kind = device.partition(":")[0]
+    if kind not in DEVICES:
+        found.append(f"device: the tensors are on {device!r}, this backend computes on GPUs only")
+    if importlib.util.find_spec("triton") is None:
+        found.append("triton: the package is not installed")
+    if problem.dtype not in _DTYPES:
+        found.append(f"dtype: must be one of {', '.join(_DTYPES)}, got {problem.dtype}")
+    for name, dim in (("q", problem.dim), ("v", problem.dim_v)):
+        if dim > MAX_DIM:
+            found.append(f"{name}: head_dim must be at most {MAX_DIM}, got {dim}")
+    for name, length in (("q", problem.len_q), ("k", problem.len_k)):
+        if length > MAX_LENGTH:
+            found.append(f"{name}: a sequence must have at most {MAX_LENGTH} rows, got {length}")
+    return found
+
+
+def precision(problem: Problem) -> str:
+    """What float32 products are computed in: what was asked for. 16-bit ones are exact anyway."""
+    return problem.spec.precision if problem.dtype == "float32" else "ieee"

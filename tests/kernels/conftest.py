@@ -37,6 +37,7 @@ def prepare(backend, request):
     patch = request.getfixturevalue("monkeypatch")
     patch.setattr(fused_support, "DEVICES", {"cuda", "cpu"})
     interpret_bfloat16(patch)
+    interpret_helpers_once(patch)
     settings = np.seterr(all="ignore")  # infinities are how hidden pairs are computed
     request.addfinalizer(lambda: np.seterr(**settings))
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
@@ -65,6 +66,28 @@ def interpret_bfloat16(patch):
 
     patch.setattr(interpreter, "_convert_float", convert_float)
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def interpret_helpers_once(patch):
+    """Triton's interpreter patches all of triton.language each time a kernel calls a jit function:
+    once per launch is enough, and many times faster.
+    """
+    from triton.runtime import interpreter
+
+    original, patched = interpreter._patch_lang, set()
+
+    def patch_lang(fn):
+        found = fn.__globals__.values()
+        modules = tuple(m in found for m in (interpreter.tl, interpreter.tl.core))
+        if modules in patched:
+            return None
+        patched.add(modules)
+        scope = original(fn)
+        restore = scope.restore
+        scope.restore = lambda: (restore(), patched.discard(modules))
+        return scope
+
+    patch.setattr(interpreter, "_patch_lang", patch_lang)
 
 
 @pytest.fixture

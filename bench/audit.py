@@ -21,10 +21,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashwire_kernels.fused import forward
+from flashwire_kernels.fused import backward, decode, forward, gradients
+from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.call import Call
-from flashwire_kernels.fused.config import choose
+from flashwire_kernels.fused.config import PASSES, Pass, choose
 from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.types import AttentionSpec
 from flashwire_kernels.testing import resolve_tensors
@@ -54,6 +56,8 @@ def source(call: Call) -> ASTSource:
         if isinstance(value, tuple):
             parts = [describe((*path, i), v, specialise) for i, v in enumerate(value)]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
             hints[path] = [["tt.divisibility", 16]]
             return POINTERS[value.dtype]
@@ -77,14 +81,27 @@ def source(call: Call) -> ASTSource:
     return ASTSource(call.kernel, signature, constants, hints)
 
 
-def calls(kind: str, arch: str, dtype: torch.dtype, dim: int, **options: Any) -> list[Call]:
+def calls(kind: Pass, arch: str, dtype: torch.dtype, dim: int, **options: Any) -> list[Call]:
+    """What a pass launches on q, k, v (4, 16, 4096, dim)."""
     q = torch.empty((4, 16, 4096, dim), dtype=dtype, device="meta")
-    spec = AttentionSpec(**options)
-    tensors = {"q": q, "k": q, "v": q}
-    problem, x = resolve_tensors(spec, tensors), Inputs(**tensors)
+    k = q
+    if kind == "decode":
+        q = torch.empty((4, 16, 1, dim), dtype=dtype, device="meta")
+    tensors = {"q": q, "k": k, "v": k}
+    problem, x = resolve_tensors(AttentionSpec(**options), tensors), Inputs(**tensors)
     lse = torch.empty(q.shape[:-1], device="meta")
-    config = choose(kind, arch, q.element_size(), max(16, dim), modified=False)
-    return [forward.call(problem, x, q, lse, config)]
+    config = choose(kind, arch, q.element_size(), padded(dim), modified=False)
+    saved = (q, lse, lse)
+    if kind == "forward":
+        return [forward.call(problem, x, q, lse, config)]
+    if kind == "decode":
+        return list(decode.calls(problem, x, q, lse, config))
+    if kind == "keys":
+        return [backward.keys_call(problem, x, saved, (q, q), None, config)]
+    return [
+        gradients.delta_call(problem, q, lse, q, None, lse, config),
+        backward.queries_call(problem, x, saved, None, q, None, None, config),
+    ]
 
 
 def steady_loop(listing: str) -> list[str]:
@@ -141,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", nargs="+", default=["sm_80", "sm_90", "sm_100"])
     parser.add_argument("--dim", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--pass", nargs="+", dest="kinds", default=["forward"])
+    parser.add_argument("--pass", nargs="+", dest="kinds", default=PASSES)
     parser.add_argument("--classes", action="store_true", help="count the loop's opcodes")
     chosen = parser.parse_args()
     for arch in chosen.arch:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from flashwire_kernels.errors import InvalidAttention, Violation
 from flashwire_kernels.fused import support as fused_support
+from flashwire_kernels.fused.config import MAX_DECODE_ROWS
 from flashwire_kernels.types import ITEM_SIZE
 from flashwire_kernels.validation import Problem
 
@@ -74,8 +75,10 @@ def _cpu_bytes(problem: Problem, backward: bool) -> int:
 
 
 def _triton_bytes(problem: Problem, backward: bool) -> int:
-    """Numbers per row in float32, and a few small tensors: see fused.backend."""
+    """Numbers per row in float32; where there are few queries, a part of out for every 512 keys."""
     rows = problem.tokens_q * problem.heads_q
+    if not backward and problem.len_q * problem.group <= MAX_DECODE_ROWS:
+        rows *= (problem.dim_v + 1) * (1 + problem.len_k // 512)
     longest = problem.batch * problem.heads_q * (problem.len_q + problem.len_k)
     return ITEM_SIZE["float32"] * (4 * rows + 3 * longest if backward else rows) + (1 << 20)
 

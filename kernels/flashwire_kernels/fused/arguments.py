@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashwire_kernels.geometry import Band
 from flashwire_kernels.tensors import Inputs
@@ -37,6 +38,27 @@ class Scalars(NamedTuple):
     """A number per token, such as lse: (B, H, L), or (T, H) with `batch` 0."""
 
     ptr: torch.Tensor
+    batch: int
+    head: int
+    row: int
+
+
+class PartRows(NamedTuple):
+    """Rows with a split of the keys before all else."""
+
+    ptr: torch.Tensor
+    split: int
+    batch: int
+    head: int
+    row: int
+    dim: int
+
+
+class PartScalars(NamedTuple):
+    """Scalars with a split of the keys before all else."""
+
+    ptr: torch.Tensor
+    split: int
     batch: int
     head: int
     row: int
@@ -106,11 +128,34 @@ def rows(t: torch.Tensor, packed: bool) -> Rows:
     return Rows(t, *t.stride())
 
 
+def tiles(t: torch.Tensor, packed: bool, n: int) -> TensorDescriptor | None:
+    """Descriptor (TMA) of tiles of n rows as (B, H, L, D), packed ones as (1, H, T, D); None when
+    the tensor's layout does not allow one.
+    """
+    if packed:
+        t = t.transpose(0, 1)[None]
+    item, strides = t.element_size(), t.stride()
+    aligned = all(s > 0 and s * item % 16 == 0 for s in strides[:-1]) and t.data_ptr() % 16 == 0
+    if not t.numel() or strides[-1] != 1 or not aligned:
+        return None
+    return TensorDescriptor(t, list(t.shape), list(strides), [1, 1, n, padded(t.shape[-1])])
+
+
 def scalars(t: torch.Tensor, packed: bool) -> Scalars:
     """Of a canonical tensor with a number per token."""
     if packed:
         return Scalars(t, 0, t.stride(1), t.stride(0))
     return Scalars(t, *t.stride())
+
+
+def part_rows(t: torch.Tensor, packed: bool) -> PartRows:
+    """Of a tensor of canonical ones, one per split."""
+    return PartRows(t, t.stride(0), *rows(t[0], packed)[1:])
+
+
+def part_scalars(t: torch.Tensor, packed: bool) -> PartScalars:
+    """Of a tensor of canonical ones, one per split."""
+    return PartScalars(t, t.stride(0), *scalars(t[0], packed)[1:])
 
 
 def pairs(t: torch.Tensor | None, problem: Problem) -> Pairs | None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from flashwire_kernels.fused import config
+from flashwire_kernels.fused import config, decode
 from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.backward import keys_call, queries_call
 from flashwire_kernels.fused.dbias import bias_call
@@ -22,8 +22,13 @@ def forward(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See tensors.Backend."""
     out = x.q.new_empty((*x.q.shape[:-1], problem.dim_v))
     lse = x.q.new_empty(x.q.shape[:-1], dtype=torch.float32)
+    split = _config("decode", problem, x)
     with _on(x.q.device):
-        forward_call(problem, x, out, lse, _config("forward", problem, x)).launch()
+        if decode.serves(problem, split):
+            for call in decode.calls(problem, x, out, lse, split):
+                call.launch()
+        else:
+            forward_call(problem, x, out, lse, _config("forward", problem, x)).launch()
     _fill_rest(problem.offsets_q, out, 0)
     _fill_rest(problem.offsets_q, lse, -math.inf)
     return out, lse

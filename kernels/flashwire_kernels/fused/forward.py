@@ -12,6 +12,7 @@ from flashwire_kernels.fused.primitives import (
     LN2,
     LOG2E,
     alignment,
+    described_tile,
     keep_tile,
     load_rows,
     nan_for_inf,
@@ -54,13 +55,15 @@ def softmax_step(s, m, lowest, factor, GUARD: tl.constexpr, FOLD: tl.constexpr):
 
 @triton.jit
 def attend(
-    state, q, k, v, b, h, i, bounds, lo, hi, first, before, jump, count,
+    state, q, k, v, k_tiles, v_tiles, origin, b, h, i, bounds, lo, hi, first, before, jump, count,
     score, window, dropout,
     EDGE: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, stride_k, stride_v,
 ):  # fmt: skip
     """Take `count` key tiles into (acc, l, m, lowest): from `first` on, `before` of them, and the
-    others from there + `jump`. k and v are pointers to the sequence's first N rows.
+    others from there + `jump`. k and v are pointers to the sequence's first N rows; k_tiles and
+    v_tiles, where given, descriptors that bring tiles whole, and origin (b, head, row) that row's
+    place in them.
     """
     acc, l, m, lowest = state
     len_q, len_k, shift = bounds
@@ -74,14 +77,20 @@ def attend(
         wanted = None
         if EDGE:
             wanted = (cols >= lo) & (cols < hi)
-        k_tile = load_rows(k + start.to(tl.int64) * stride_k, wanted, DIM)
+        if EDGE or k_tiles is None:
+            k_tile = load_rows(k + start.to(tl.int64) * stride_k, wanted, DIM)
+        else:
+            k_tile = described_tile(k_tiles, origin, start, N, k.shape[1])
         product = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         s, visible, _ = score_tile(
             product, score, window, b, h, i, cols[None, :], len_q, len_k, shift, EDGE, FOLD
         )
         p, correction, m, lowest = softmax_step(s, m, lowest, score.factor, EDGE or MASKED, FOLD)
         l = l * correction + tl.sum(p, 1)
-        v_tile = load_rows(v + start.to(tl.int64) * stride_v, wanted, DIM_V)
+        if EDGE or v_tiles is None:
+            v_tile = load_rows(v + start.to(tl.int64) * stride_v, wanted, DIM_V)
+        else:
+            v_tile = described_tile(v_tiles, origin, start, N, v.shape[1])
         if MASKED:
             v_tile = tl.where(seen(visible, 0)[:, None], v_tile, 0.0)
         if dropout is not None:
@@ -93,7 +102,7 @@ def attend(
 
 @triton.jit
 def attend_range(
-    q_tile, k, v, b, h, h_kv, i, first_row, last_row, bounds, first_k, m, l,
+    q_tile, k, v, k_tiles, v_tiles, origin, b, h, i, first_row, last_row, bounds, m, l,
     score, window, dropout,
     FOLD: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
@@ -109,17 +118,17 @@ def attend_range(
     lo, hi = tl.maximum(lo, first_key), tl.minimum(hi, last_key)
     all_lo, all_hi = tl.maximum(all_lo, first_key), tl.minimum(all_hi, last_key)
     first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, N)
-    k_pointers = row_pointers(k, b, h_kv, first_k, N, DIM_PAD)
-    v_pointers = row_pointers(v, b, h_kv, first_k, N, DIM_V_PAD)
+    k_pointers = row_pointers(k, origin[0], origin[1], origin[2], N, DIM_PAD)
+    v_pointers = row_pointers(v, origin[0], origin[1], origin[2], N, DIM_V_PAD)
     acc = tl.zeros([q_tile.shape[0], DIM_V_PAD], tl.float32)
     lowest = tl.zeros([q_tile.shape[0]], tl.float32)
     state = attend(
-        (acc, l, m, lowest), q_tile, k_pointers, v_pointers, b, h, i, bounds, lo, hi,
+        (acc, l, m, lowest), q_tile, k_pointers, v_pointers, k_tiles, v_tiles, origin, b, h, i, bounds, lo, hi,
         full, 0, 0, full_end - full,
         score, window, dropout, False, FOLD, PRECISION, N, DIM, DIM_V, k.row, v.row,
     )  # fmt: skip
     acc, l, m, lowest = attend(
-        state, q_tile, k_pointers, v_pointers, b, h, i, bounds, lo, hi,
+        state, q_tile, k_pointers, v_pointers, k_tiles, v_tiles, origin, b, h, i, bounds, lo, hi,
         first, before, full_end - full, edges,
         score, window, dropout, True, FOLD, PRECISION, N, DIM, DIM_V, k.row, v.row,
     )  # fmt: skip
@@ -140,7 +149,7 @@ def normalise(acc, l, m, dropout):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def forward_kernel(
-    q, k, v, out, lse, sinks, score, window, dropout, lengths, tile_list,
+    q, k, v, k_tiles, v_tiles, out, lse, sinks, score, window, dropout, lengths, tile_list,
     tiles, heads, heads_per_row, heads_at_once,
     GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -152,6 +161,9 @@ def forward_kernel(
     )
     first_q, len_q, first_k, len_k = sequence_bounds(lengths, b)
     shift = alignment(len_q, len_k, BOTTOM_RIGHT)
+    row_of_keys = b
+    if lengths.offsets_k is not None:
+        row_of_keys = b * 0
     start = tile * M
     rows = start + tl.arange(0, M)
     wanted = rows < len_q
@@ -164,8 +176,8 @@ def forward_kernel(
     m = tl.zeros([M], tl.float32) + sink * LOG2E
     l = tl.where(m == -INF, 0.0, 1.0)
     acc, l, m = attend_range(
-        q_tile, k, v, b, h, h // GROUP, rows[:, None], start, tl.minimum(start + M, len_q),
-        (len_q, len_k, shift), first_k, m, l, score, window, dropout,
+        q_tile, k, v, k_tiles, v_tiles, (row_of_keys, h // GROUP, first_k), b, h, rows[:, None],
+        start, tl.minimum(start + M, len_q), (len_q, len_k, shift), m, l, score, window, dropout,
         FOLD, PRECISION, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD, 0, len_k,
     )  # fmt: skip
     result, row_lse = normalise(acc, l, m, dropout)
@@ -181,8 +193,11 @@ def call(
     packed, device = problem.packed, x.q.device
     grid = args.query_grid(problem, config.m, device)
     score = args.score(problem, x)
+    tiles = (
+        [args.tiles(t, packed, config.n) for t in (x.k, x.v)] if config.descriptors else [None] * 2
+    )
     positional = (
-        args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed),
+        args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed), *tiles,
         args.rows(out, packed), args.scalars(lse, packed), x.sinks,
         score, args.window(problem), args.dropout(problem), args.lengths(problem, device),
         *grid.arguments,

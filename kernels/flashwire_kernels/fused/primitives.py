@@ -118,6 +118,13 @@ def load_rows(pointers, wanted, DIM: tl.constexpr):
 
 
 @triton.jit
+def described_tile(tiles, origin, start, N: tl.constexpr, DIM_PAD: tl.constexpr):
+    """N whole rows from `start` on, by descriptor; 0 beyond the head dimension."""
+    b, h, first = origin
+    return tiles.load([b, h, (first + start).to(tl.int32), 0]).reshape([N, DIM_PAD])
+
+
+@triton.jit
 def store_rows(pointers, values, wanted, DIM: tl.constexpr):
     """Store rows where `wanted`, up to DIM."""
     DIM_PAD: tl.constexpr = pointers.shape[1]

@@ -28,8 +28,8 @@ from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.call import Call
 from flashwire_kernels.fused.config import PASSES, Pass, choose
 from flashwire_kernels.tensors import Inputs
-from flashwire_kernels.types import AttentionSpec
 from flashwire_kernels.testing import resolve_tensors
+from flashwire_kernels.types import AttentionSpec
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
@@ -47,8 +47,7 @@ def target(arch: str) -> GPUTarget:
 
 def source(call: Call) -> ASTSource:
     """The kernel specialised as the launch would specialise it."""
-    free = set(call.kernel.params[i].name for i in range(len(call.kernel.params))
-               if call.kernel.params[i].do_not_specialize)  # fmt: skip
+    free = {p.name for p in call.kernel.params if p.do_not_specialize}
     constants: dict[Any, Any] = {}
     hints: dict[Any, Any] = {}
 
@@ -93,7 +92,8 @@ def calls(kind: Pass, arch: str, dtype: torch.dtype, dim: int, **options: Any) -
     config = choose(kind, arch, q.element_size(), padded(dim), modified=False)
     saved = (q, lse, lse)
     if kind == "forward":
-        return [forward.call(problem, x, q, lse, config)]
+        infinite = torch.empty(k.shape[:-1], dtype=torch.int32, device="meta")
+        return [forward.call(problem, x, infinite, q, lse, config)]
     if kind == "decode":
         return list(decode.calls(problem, x, q, lse, config))
     if kind == "keys":

@@ -200,8 +200,9 @@ def dropout(problem: Problem) -> Dropout | None:
     p, seed = problem.spec.dropout_p, problem.spec.dropout_seed
     if not p or seed is None:
         return None
-    words = (seed & 0xFFFFFFFF, seed >> 32, math.floor(p * 2.0**32))
-    return Dropout(*(_signed(w) for w in words), 1 / (1 - p))
+    threshold = math.floor(p * 2.0**32)
+    key0, key1 = seed & 0xFFFFFFFF, seed >> 32
+    return Dropout(_signed(key0), _signed(key1), _signed(threshold), 1 / (1 - p))
 
 
 def lengths(problem: Problem, device: torch.device) -> Lengths:

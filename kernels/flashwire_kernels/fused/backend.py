@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from flashwire_kernels.fused import config, decode
+from flashwire_kernels.fused import config, decode, infinite
 from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.backward import keys_call, queries_call
 from flashwire_kernels.fused.dbias import bias_call
@@ -28,7 +28,10 @@ def forward(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
             for call in decode.calls(problem, x, out, lse, split):
                 call.launch()
         else:
-            forward_call(problem, x, out, lse, _config("forward", problem, x)).launch()
+            counted = infinite.counts(problem, x)
+            found = infinite.count(problem, x, _config("queries", problem, x)) if counted else None
+            chosen = _config("forward", problem, x)
+            forward_call(problem, x, found, out, lse, chosen).launch()
     _fill_rest(problem.offsets_q, out, 0)
     _fill_rest(problem.offsets_q, lse, -math.inf)
     return out, lse
@@ -44,7 +47,9 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """See tensors.Backend."""
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dq, dk, dv = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
+    )
     delta = lse.new_empty(lse.shape)
     saved = (dout, lse, delta)
     terms = torch.zeros_like(delta) if wanted.sinks and x.sinks is not None else None

@@ -59,9 +59,7 @@ def keys_range(
         row_delta = tl.load(scalar_pointers(delta, b, h, first_q + rows), mask=inside, other=0.0)
         keep = True
         if dropout is not None:
-            keep = tl.trans(
-                keep_tile(dropout, b, h, rows[:, None], start_n, M, k_tile.shape[0])
-            )
+            keep = tl.trans(keep_tile(dropout, b, h, rows[:, None], start_n, M, k_tile.shape[0]))
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         p, ds, draw, visible = gradient_tile(
@@ -210,9 +208,7 @@ def queries_kernel(
         bounds, lo, hi, first, before, full_end - full, edges, score, window, dropout,
         True, FOLD, PRECISION, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
     )  # fmt: skip
-    store_rows(
-        row_pointers(dq, b, h, first_q + start, M, DIM_PAD), dq_tile * scale, wanted, DIM
-    )
+    store_rows(row_pointers(dq, b, h, first_q + start, M, DIM_PAD), dq_tile * scale, wanted, DIM)
     if bias_sums is not None:
         tl.store(scalar_pointers(bias_sums, b, h, rows), sums, mask=wanted)
     if sink_terms is not None:

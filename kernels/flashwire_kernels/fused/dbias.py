@@ -91,7 +91,9 @@ def bias_kernel(
         )  # fmt: skip
     rows, cols = start_m + tl.arange(0, M), start_n + tl.arange(0, N)
     base = dbias.ptr + own_b.to(tl.int64) * dbias.batch + own_h.to(tl.int64) * dbias.head
-    pointers = base + rows.to(tl.int64)[:, None] * dbias.row + cols.to(tl.int64)[None, :] * dbias.col
+    pointers = (
+        base + rows.to(tl.int64)[:, None] * dbias.row + cols.to(tl.int64)[None, :] * dbias.col
+    )
     inside = (rows < lengths.q)[:, None] & (cols < lengths.k)[None, :]
     tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=inside)
 

@@ -53,7 +53,7 @@ def decode_kernel(
     q_tile = load_rows(q_base + q_rows[:, None] + dims[None, :] * q.dim, wanted, DIM)
     q_tile = nan_for_inf(q_tile.to(tl.float32)).to(q_tile.dtype)
     acc, l, m = attend_range(
-        q_tile, k, v, None, None, (b, h_kv, first_k), b, h[:, None], i[:, None],
+        q_tile, k, v, None, None, None, (b, h_kv, first_k), b, h[:, None], i[:, None],
         0, len_q, (len_q, len_k, shift),
         tl.full([M], -INF, tl.float32), tl.zeros([M], tl.float32), score, window, dropout,
         FOLD, PRECISION, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
@@ -134,7 +134,7 @@ def calls(
     }  # fmt: skip
     programs = splits * problem.batch * problem.heads_kv
     decode = Call(decode_kernel, programs, positional, constants, config)
-    positional = (
+    merged = (
         *described, args.rows(out, packed), args.scalars(lse, packed), x.sinks, lengths, splits,
         problem.heads_q,
     )  # fmt: skip
@@ -143,5 +143,5 @@ def calls(
         "DIM_V": problem.dim_v,
         "DIM_V_PAD": args.padded(problem.dim_v),
     }
-    merge = Call(merge_kernel, problem.batch * problem.heads_q, positional, constants, config)
+    merge = Call(merge_kernel, problem.batch * problem.heads_q, merged, constants, config)
     return decode, merge

@@ -7,6 +7,7 @@ import triton.language as tl
 from flashwire_kernels.fused import arguments as args
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
+from flashwire_kernels.fused.infinite import infinite_between
 from flashwire_kernels.fused.primitives import (
     INF,
     LN2,
@@ -31,10 +32,13 @@ from flashwire_kernels.validation import Problem
 
 
 @triton.jit
-def softmax_step(s, m, lowest, factor, GUARD: tl.constexpr, FOLD: tl.constexpr):
-    """One tile of an online softmax: (p, correction of what came before, new m).
+def softmax_step(
+    s, m, lowest, factor, GUARD: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr
+):
+    """One tile of an online softmax: (p, correction of what came before, new m, new lowest).
 
     m is the largest score of a row so far, in units of log2. GUARD: rows may have seen nothing.
+    WATCH: keep the least product, since a visible one of -inf would vanish in exp2.
     """
     if FOLD:
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -47,8 +51,7 @@ def softmax_step(s, m, lowest, factor, GUARD: tl.constexpr, FOLD: tl.constexpr):
         p = tl.exp2(s * factor - base[:, None])
     else:
         p = tl.exp2(s - base[:, None])
-    if FOLD and not GUARD:
-        # A visible product of -inf would vanish in exp2: note it, in one instruction.
+    if WATCH:
         lowest = tl.minimum(lowest, tl.min(s, 1))
     return p, tl.exp2(m - base), m_new, lowest
 
@@ -57,7 +60,7 @@ def softmax_step(s, m, lowest, factor, GUARD: tl.constexpr, FOLD: tl.constexpr):
 def attend(
     state, q, k, v, k_tiles, v_tiles, origin, b, h, i, bounds, lo, hi, first, before, jump, count,
     score, window, dropout,
-    EDGE: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    EDGE: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, stride_k, stride_v,
 ):  # fmt: skip
     """Take `count` key tiles into (acc, l, m, lowest): from `first` on, `before` of them, and the
@@ -85,7 +88,9 @@ def attend(
         s, visible, _ = score_tile(
             product, score, window, b, h, i, cols[None, :], len_q, len_k, shift, EDGE, FOLD
         )
-        p, correction, m, lowest = softmax_step(s, m, lowest, score.factor, EDGE or MASKED, FOLD)
+        p, correction, m, lowest = softmax_step(
+            s, m, lowest, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED)
+        )
         l = l * correction + tl.sum(p, 1)
         if EDGE or v_tiles is None:
             v_tile = load_rows(v + start.to(tl.int64) * stride_v, wanted, DIM_V)
@@ -102,16 +107,18 @@ def attend(
 
 @triton.jit
 def attend_range(
-    q_tile, k, v, k_tiles, v_tiles, origin, b, h, i, first_row, last_row, bounds, m, l,
+    q_tile, k, v, k_tiles, v_tiles, infinite, origin, b, h, i, first_row, last_row, bounds, m, l,
     score, window, dropout,
     FOLD: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
     first_key, last_key,
 ):  # fmt: skip
     """(acc, l, m) of rows [first_row, last_row) over the keys in [first_key, last_key) they see:
-    the tiles that every row sees whole first, then the edges.
+    the tiles that every row sees whole first, then the edges. `infinite` counts the keys with an
+    Inf or NaN up to each, or is None.
     """
-    len_q, len_k, shift = bounds
+    WATCH: tl.constexpr = FOLD and infinite is None
+    _, len_k, shift = bounds
     lo, hi, all_lo, all_hi = visible_range(
         first_row, last_row, len_k, shift, window.left, window.right
     )
@@ -123,14 +130,18 @@ def attend_range(
     acc = tl.zeros([q_tile.shape[0], DIM_V_PAD], tl.float32)
     lowest = tl.zeros([q_tile.shape[0]], tl.float32)
     state = attend(
-        (acc, l, m, lowest), q_tile, k_pointers, v_pointers, k_tiles, v_tiles, origin, b, h, i, bounds, lo, hi,
-        full, 0, 0, full_end - full,
-        score, window, dropout, False, FOLD, PRECISION, N, DIM, DIM_V, k.row, v.row,
+        (acc, l, m, lowest), q_tile, k_pointers, v_pointers, k_tiles, v_tiles, origin,
+        b, h, i, bounds, lo, hi, full, 0, 0, full_end - full,
+        score, window, dropout, False, FOLD, WATCH, PRECISION, N, DIM, DIM_V, k.row, v.row,
     )  # fmt: skip
+    if infinite is not None:
+        spoiled = infinite_between(infinite, origin, full * N, full_end * N)
+        l = tl.where(spoiled, float("nan"), state[1])
+        state = (state[0], l, state[2], state[3])
     acc, l, m, lowest = attend(
         state, q_tile, k_pointers, v_pointers, k_tiles, v_tiles, origin, b, h, i, bounds, lo, hi,
         first, before, full_end - full, edges,
-        score, window, dropout, True, FOLD, PRECISION, N, DIM, DIM_V, k.row, v.row,
+        score, window, dropout, True, FOLD, False, PRECISION, N, DIM, DIM_V, k.row, v.row,
     )  # fmt: skip
     return acc, tl.where(lowest == -INF, float("nan"), l), m
 
@@ -149,8 +160,8 @@ def normalise(acc, l, m, dropout):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def forward_kernel(
-    q, k, v, k_tiles, v_tiles, out, lse, sinks, score, window, dropout, lengths, tile_list,
-    tiles, heads, heads_per_row, heads_at_once,
+    q, k, v, k_tiles, v_tiles, infinite, out, lse, sinks, score, window, dropout, lengths,
+    tile_list, tiles, heads, heads_per_row, heads_at_once,
     GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
@@ -176,8 +187,8 @@ def forward_kernel(
     m = tl.zeros([M], tl.float32) + sink * LOG2E
     l = tl.where(m == -INF, 0.0, 1.0)
     acc, l, m = attend_range(
-        q_tile, k, v, k_tiles, v_tiles, (row_of_keys, h // GROUP, first_k), b, h, rows[:, None],
-        start, tl.minimum(start + M, len_q), (len_q, len_k, shift), m, l, score, window, dropout,
+        q_tile, k, v, k_tiles, v_tiles, infinite, (row_of_keys, h // GROUP, first_k), b, h,
+        rows[:, None], start, tl.minimum(start + M, len_q), (len_q, len_k, shift), m, l, score, window, dropout,
         FOLD, PRECISION, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD, 0, len_k,
     )  # fmt: skip
     result, row_lse = normalise(acc, l, m, dropout)
@@ -187,9 +198,17 @@ def forward_kernel(
 
 
 def call(
-    problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tensor, config: Config
+    problem: Problem,
+    x: Inputs,
+    infinite: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: Config,
 ) -> Call:
-    """Writes every row of out and lse that belongs to a sequence."""
+    """Writes every row of out and lse that belongs to a sequence.
+
+    infinite: how many keys up to each, and with it, hold an Inf or NaN; None to watch for them.
+    """
     packed, device = problem.packed, x.q.device
     grid = args.query_grid(problem, config.m, device)
     score = args.score(problem, x)
@@ -198,6 +217,7 @@ def call(
     )
     positional = (
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed), *tiles,
+        None if infinite is None else args.scalars(infinite, packed),
         args.rows(out, packed), args.scalars(lse, packed), x.sinks,
         score, args.window(problem), args.dropout(problem), args.lengths(problem, device),
         *grid.arguments,

@@ -1,0 +1,56 @@
+"""What is particular to the triton backend: its kernels interpreted, and its choices."""
+
+import dataclasses
+import math
+
+import pytest
+
+from flashwire_kernels import api
+from flashwire_kernels.errors import UnsupportedBackend
+from flashwire_kernels.fused.config import Config
+from flashwire_kernels.testing import Case, make
+from flashwire_kernels.types import AttentionSpec
+
+
+@pytest.mark.parametrize("fast_backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", [{"len_q": 70, "len_k": 150},
+                                  {"lens_q": (70, 3, 65), "lens_k": (70, 0, 130)}], ids=str)  # fmt: skip
+def test_infinite_keys_that_were_counted(form, value, fast_backend, monkeypatch, assert_conforms):
+    monkeypatch.setattr("flashwire_kernels.fused.infinite.COUNT_FROM", 1)
+    call = make(Case(**form, causal=True, poison=True))
+    key = (1, 1, 3, 5) if "len_q" in form else (100, 1, 5)
+    call.tensors["k"][key] = value
+    assert_conforms(call, fast_backend)
+
+
+@pytest.mark.parametrize("fast_backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True, "sinks": True}, {"window": (50, 9), "alibi": "bh", "softcap": 3.0},
+    {"mask": "bhqk", "bias": "1hqk", "dropout": 0.3, "poison": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("form", [
+    {"len_q": 3, "len_k": 200}, {"lens_q": (2, 0, 1, 5), "lens_k": (130, 70, 0, 3), "padding": 2},
+], ids=str)  # fmt: skip
+def test_few_queries_share_out_their_keys(form, options, fast_backend, assert_conforms):
+    case = Case(**form, **options, heads_q=6, heads_kv=2, dtype="bfloat16")
+    assert_conforms(case, fast_backend)
+
+
+@pytest.mark.parametrize("wrong", [{"m": 48}, {"n": 8}, {"warps": 3}, {"stages": 0},
+                                   {"split": 100}], ids=str)  # fmt: skip
+def test_a_configuration_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(Config(m=64, n=64), **wrong)
+
+
+def test_every_reason_is_named():
+    call = make(Case(dim=300, dim_v=400, dtype="float64"))
+    with pytest.raises(UnsupportedBackend) as refused:
+        api.forward(**call.tensors, backend="triton")
+    text = str(refused.value)
+    assert all(part in text for part in ("'cpu'", "float64", "300", "400", "256"))
+
+
+def test_auto_does_not_interpret():
+    call = make(Case())
+    assert api.forward(**call.tensors, spec=AttentionSpec()).backend == "cpu"

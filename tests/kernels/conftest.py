@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +17,25 @@ from flashwire_kernels.fused import support as fused_support
 from flashwire_kernels.testing import Case, make
 
 BACKENDS = ("reference", "cpu", "triton")
+
+
+KEPT = 5
+"""Of the interpreted cases of each test, which are slow, one in so many runs in `make test`."""
+
+
+def pytest_collection_modifyitems(items):
+    """Leave most interpreted cases to `make test-long`, but for those that pair all options."""
+    seen = Counter()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        name = getattr(item, "originalname", item.name)
+        if callspec is None or "triton" not in callspec.params.values():
+            continue
+        if item.path.name == "test_fused.py" or name == "test_every_pair_of_options":
+            continue
+        if seen[name] % KEPT:
+            item.add_marker(pytest.mark.long)
+        seen[name] += 1
 
 
 @pytest.fixture(params=BACKENDS)

@@ -14,8 +14,9 @@ from flashwire_kernels.types import AttentionSpec
 
 @pytest.mark.parametrize("fast_backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("form", [{"len_q": 70, "len_k": 150},
-                                  {"lens_q": (70, 3, 65), "lens_k": (70, 0, 130)}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("form", [
+    {"len_q": 70, "len_k": 150}, {"lens_q": (70, 3, 65), "lens_k": (70, 0, 130)}],
+    ids=str)  # fmt: skip
 def test_infinite_keys_that_were_counted(form, value, fast_backend, monkeypatch, assert_conforms):
     monkeypatch.setattr("flashwire_kernels.fused.infinite.COUNT_FROM", 1)
     call = make(Case(**form, causal=True, poison=True))

@@ -132,6 +132,8 @@ def test_k13_query_heads_share_key_heads_in_blocks(backend):
 @pytest.mark.parametrize("shape", [(65536, 1, 1, 8), (1, 65536, 1, 8)])
 def test_k15_more_heads_than_a_launch_dimension_holds(backend, shape):
     """pytorch/pytorch#142228"""
+    if backend == "triton":
+        pytest.skip("65536 programs are for a GPU, not for an interpreter")
     v = (torch.arange(65536) % 1000).half()[:, None].expand(65536, 8).reshape(shape)
     q = torch.ones(shape, dtype=torch.float16)
     assert torch.equal(api.forward(q, q, v, backend=backend).out, v)

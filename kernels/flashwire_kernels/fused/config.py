@@ -125,7 +125,19 @@ _TABLE: dict[tuple[str, Pass], dict[int, Config]] = {
     for kind in PASSES
 }
 _TABLE["sm_80", "forward"] = _by_dim(
-    Config(m=128, n=64, stages=3), Config(m=128, n=64, warps=8), Config(m=64, n=32, warps=8)
+    Config(m=128, n=64, warps=8, stages=3),
+    Config(m=128, n=64, warps=8),
+    Config(m=64, n=32, warps=8),
 )
-_TABLE["sm_90", "forward"] = _FORWARD_90
-_TABLE["sm_100", "forward"] = _FORWARD_90
+for _family_90 in ("sm_90", "sm_100"):
+    _TABLE[_family_90, "forward"] = _FORWARD_90
+    _TABLE[_family_90, "keys"] = _by_dim(
+        Config(m=64, n=128, warps=8),
+        Config(m=32, n=128, warps=8),
+        Config(m=32, n=32, warps=8, stages=1),
+    )
+    _TABLE[_family_90, "queries"] = _by_dim(
+        Config(m=128, n=128, warps=8),
+        Config(m=128, n=64, warps=8),
+        Config(m=128, n=32, warps=8),
+    )

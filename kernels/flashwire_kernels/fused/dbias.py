@@ -37,11 +37,11 @@ def ds_tile(
     shift = alignment(len_q, len_k, BOTTOM_RIGHT)
     rows = start_m + tl.arange(0, M)
     cols = start_n + tl.arange(0, N)
-    lo, hi, _, _ = visible_range(
+    seen = visible_range(
         start_m, tl.minimum(start_m + M, len_q), len_k, shift, window.left, window.right
     )
     ds = tl.zeros([M, N], tl.float32)
-    if (start_m < len_q) & (start_n < hi) & (start_n + N > lo):
+    if (start_m < len_q) & (start_n < seen[1]) & (start_n + N > seen[0]):
         wanted_q, wanted_k = rows < len_q, cols < len_k
         q_tile = load_rows(row_pointers(q, b, h, first_q + start_m, M, DIM_PAD), wanted_q, DIM)
         do_tile = load_rows(
@@ -57,12 +57,13 @@ def ds_tile(
         keep = True
         if dropout is not None:
             keep = keep_tile(dropout, b, h, rows[:, None], start_n, M, N)
-        _, ds, _, _ = gradient_tile(
+        found = gradient_tile(
             tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION),
             tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION),
             (row_lse * LOG2E)[:, None], row_delta[:, None], keep, score, window, dropout,
             b, h, rows[:, None], cols[None, :], (len_q, len_k, shift), True, FOLD,
         )  # fmt: skip
+        ds = found[1]
     return ds
 
 

@@ -188,7 +188,8 @@ def forward_kernel(
     l = tl.where(m == -INF, 0.0, 1.0)
     acc, l, m = attend_range(
         q_tile, k, v, k_tiles, v_tiles, infinite, (row_of_keys, h // GROUP, first_k), b, h,
-        rows[:, None], start, tl.minimum(start + M, len_q), (len_q, len_k, shift), m, l, score, window, dropout,
+        rows[:, None], start, tl.minimum(start + M, len_q), (len_q, len_k, shift), m, l,
+        score, window, dropout,
         FOLD, PRECISION, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD, 0, len_k,
     )  # fmt: skip
     result, row_lse = normalise(acc, l, m, dropout)

@@ -26,6 +26,8 @@ def serves(part: Part) -> bool:
         all(extra is None for extra in extras)
         and part.band.left is None
         and part.k.shape[3] == part.v.shape[3]
+        # It hides by adding -inf before it scales, which only a positive factor leaves -inf.
+        and (part.band.right is None or part.scale >= torch.finfo(part.q.dtype).tiny)
     )
 
 

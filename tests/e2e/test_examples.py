@@ -102,13 +102,12 @@ def test_the_python_of_the_readme(server: Any) -> None:
     text = README.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2, "NumPy and torch"
-    said = [
-        subprocess.run(
-            [sys.executable, "-W", "error", "-c", block.replace("http://127.0.0.1:8000", server.url)],
-            capture_output=True, check=True, timeout=60, text=True,
-        ).stdout.split("\n")[0]
-        for block in blocks
-    ]  # fmt: skip
+    said = []
+    for block in blocks:
+        local = block.replace("http://127.0.0.1:8000", server.url)
+        command = [sys.executable, "-W", "error", "-c", local]
+        ran = subprocess.run(command, capture_output=True, check=True, timeout=60, text=True)
+        said.append(ran.stdout.strip())
     shape = "(1, 8, 128, 64)"
     assert said == [f"{shape} (1, 8, 128) {shape} cpu True", "torch.Size([1, 8, 128, 64])"]
 

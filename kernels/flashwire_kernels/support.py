@@ -16,6 +16,9 @@ from flashwire_kernels.validation import Problem
 BACKENDS = ("triton", "cpu", "reference")
 """Fastest first: the order in which "auto" asks them."""
 
+_REFERENCE_SCORES_AT_ONCE = 1 << 22
+_CPU_SCORES_AT_ONCE = 1 << 18
+
 
 def reasons(backend: str, problem: Problem, device: str) -> tuple[str, ...]:
     """Why `backend` cannot run `problem` on `device` ("cpu", "cuda:0"): every reason, or none.
@@ -56,19 +59,23 @@ def _triton(problem: Problem, device: str) -> list[str]:
 
 
 def _reference_bytes(problem: Problem, backward: bool) -> int:
-    """Scores and what is derived from them in float64, a few batch rows at a time."""
-    largest = max((lq * lk for lq, lk in problem.sequences), default=0) * problem.heads_q
-    return (9 if backward else 6) * ITEM_SIZE["float64"] * largest
+    """float64 copies of the tensors, and the scores of some batch rows with what follows from them."""
+    pairs = [problem.heads_q * lq * lk for lq, lk in problem.sequences]
+    at_once = max(max(pairs, default=0), min(sum(pairs), _REFERENCE_SCORES_AT_ONCE))
+    copies = _elements(problem) * (3 if backward else 1)
+    return ITEM_SIZE["float64"] * (copies + at_once * (9 if backward else 6))
 
 
 def _cpu_bytes(problem: Problem, backward: bool) -> int:
     """Wide, padded copies of the tensors and a few tiles."""
-    item = ITEM_SIZE[problem.lse_dtype]
-    q, k = problem.tokens_q * problem.heads_q, problem.tokens_k * problem.heads_kv
-    dim, dim_v = problem.dim + 16, problem.dim_v + 16
-    forward = q * (dim + dim_v) + k * (dim + dim_v)
-    tiles = 8 << 20
-    return item * forward * (3 if backward else 1) + tiles
+    copies = _elements(problem, padding=16) * (3 if backward else 1)
+    return ITEM_SIZE[problem.lse_dtype] * (copies + 4 * _CPU_SCORES_AT_ONCE)
+
+
+def _elements(problem: Problem, padding: int = 0) -> int:
+    """Of q, k, v and out."""
+    rows = problem.tokens_q * problem.heads_q + problem.tokens_k * problem.heads_kv
+    return rows * (problem.dim + problem.dim_v + 2 * padding)
 
 
 def _no_bytes(problem: Problem, backward: bool) -> int:

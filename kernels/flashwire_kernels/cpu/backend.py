@@ -9,8 +9,8 @@ import torch
 
 from flashwire_kernels.cpu import aten, sinks, tiled
 from flashwire_kernels.cpu.batches import Batch, batches
-from flashwire_kernels.cpu.hidden import nan_for_inf, scrub
-from flashwire_kernels.cpu.part import Cut, Part, aligned, make_part, tame, wide_dtype
+from flashwire_kernels.cpu.hidden import nan_for_inf, scrub, tame
+from flashwire_kernels.cpu.part import Cut, aligned, make_part, wide_dtype
 from flashwire_kernels.geometry import Band
 from flashwire_kernels.tensors import Gradients, Inputs, Wanted
 from flashwire_kernels.validation import Problem
@@ -120,7 +120,7 @@ def _forward_batch(problem: Problem, x: Inputs, batch: Batch) -> tuple[torch.Ten
         lse = torch.full(shape, -math.inf, dtype=wide)
     else:
         part = make_part(problem, x, batch, cut)
-        if not tame(*_risks(part, part.v)):
+        if not tame(part, part.v):
             part = scrub(part)
         out, lse = aten.forward(part) if aten.serves(part) else tiled.forward(part)
         out = _whole(out[..., : problem.dim_v], batch.len_q, cut.rows, 0.0)
@@ -141,7 +141,7 @@ def _backward_batch(
     part = make_part(problem, x, batch, cut)
     out = aligned(saved.out[:, :, cut.rows], wide)
     dout = aligned(saved.dout[:, :, cut.rows], wide)
-    if not tame(*_risks(part, part.v, dout)):
+    if not tame(part, part.v, dout):
         part, dout = scrub(part), nan_for_inf(dout)
         if part.seen_rows is not None:
             dout = dout.where(part.seen_rows, 0)
@@ -165,13 +165,6 @@ def _backward_batch(
         _whole(dk[..., : problem.dim], batch.len_k, cut.keys, 0.0),
         _whole(dv[..., : problem.dim_v], batch.len_k, cut.keys, 0.0),
     )
-
-
-def _risks(part: Part, *summed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors whose values need a look: those in scores, and those that hidden pairs multiply
-    by 0. By position alone, no row or key of a part is hidden altogether."""
-    hides = part.mask is not None or part.bias is not None
-    return (part.q, part.k, *summed) if hides else (part.q, part.k)
 
 
 def _add_sinks(x: Inputs, saved: _Saved, delta: torch.Tensor, sums: _Sums) -> torch.Tensor:

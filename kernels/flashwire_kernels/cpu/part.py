@@ -14,7 +14,6 @@ from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.validation import Problem
 
 LINE = 64  # bytes; MKL's bits depend on addresses modulo this
-_TAME = {torch.float32: 1e30, torch.float64: 1e300}  # products of two values stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class Cut:
 
 
 def make_part(problem: Problem, x: Inputs, batch: Batch, cut: Cut) -> Part:
-    """The part of `batch` inside `cut`. `careful` is left for `tame` and `scrub` to decide."""
+    """The part of `batch` inside `cut`; whether it needs care is for `hidden` to say."""
     spec = problem.spec
     wide = wide_dtype(x.q.dtype)
     q = batch.queries(x.q)[:, :, cut.rows]
@@ -141,19 +140,6 @@ def aligned(t: torch.Tensor, dtype: torch.dtype, rows: int | None = None) -> tor
     copy[:, :, length:].zero_()
     copy[:, :, :length, dim:].zero_()
     return copy
-
-
-def tame(*tensors: torch.Tensor) -> bool:
-    """False when a contiguous tensor holds NaN, infinity or a value that could make a score so.
-
-    By the sum of squares, which is the cheapest to take. It may be false for huge finite values
-    that do no harm.
-    """
-    for t in tensors:
-        flat = t.view(-1)
-        if not torch.dot(flat, flat).item() < _TAME[t.dtype]:
-            return False
-    return True
 
 
 def _slopes(slopes: torch.Tensor, batch: Batch, wide: torch.dtype) -> torch.Tensor:

@@ -59,7 +59,7 @@ def _triton(problem: Problem, device: str) -> list[str]:
 
 
 def _reference_bytes(problem: Problem, backward: bool) -> int:
-    """float64 copies of the tensors, and the scores of some batch rows with what follows from them."""
+    """float64 copies of the tensors, and some batch rows' scores with what follows from them."""
     pairs = [problem.heads_q * lq * lk for lq, lk in problem.sequences]
     at_once = max(max(pairs, default=0), min(sum(pairs), _REFERENCE_SCORES_AT_ONCE))
     copies = _elements(problem) * (3 if backward else 1)

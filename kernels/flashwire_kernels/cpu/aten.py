@@ -6,7 +6,7 @@ they and the square behind them are two calls, united exactly by their lse.
 
 Its sharp edges, kept away from here: no size may be 0 (it would kill the process), k must have v's
 head dimension, and no row may see nothing (its lse would be 0). `Part` is cut so that every row
-sees a key.
+sees a key. A NaN score may be dropped where keys are few: a careful part is not for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def serves(part: Part) -> bool:
     """True when the operator can compute this part exactly."""
     extras = (part.mask, part.bias, part.softcap, part.slopes, part.dropout)
     return (
-        all(extra is None for extra in extras)
+        not part.careful
+        and all(extra is None for extra in extras)
         and part.band.left is None
         and part.k.shape[3] == part.v.shape[3]
         # It hides by adding -inf before it scales, which only a positive factor leaves -inf.

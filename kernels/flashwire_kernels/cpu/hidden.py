@@ -15,7 +15,7 @@ import torch
 from flashwire_kernels.cpu.part import Part, aligned
 from flashwire_kernels.geometry import Band
 
-_PAIRS_AT_ONCE = 1 << 20
+_PAIRS_AT_ONCE = 1 << 17
 _TAME = {torch.float32: 1e30, torch.float64: 1e300}  # squares below: no score is infinite
 
 

@@ -233,7 +233,11 @@ class _Body:
         length = reply.headers.get("content-length")
         encoded = "content-encoding" in reply.headers
         self._size = None if length is None or encoded else int(length)
-        self._buffer = np.empty(self._size or 0, np.uint8)
+        try:
+            self._buffer = np.empty(self._size or 0, np.uint8)
+        except (MemoryError, ValueError):
+            claim = f"the reply claims {length} bytes, more than there is memory for"
+            raise UnexpectedReply(claim, reply.status_code) from None
         self._filled = 0
         self._chunks: list[bytes] = []
 

@@ -137,7 +137,7 @@ def refusal(reply: Response) -> RequestError | UnexpectedReply:
     retry_after = _retry_after(reply.headers.get("retry-after"))
     try:
         problem = json.loads(reply.body[:_MAX_ERROR].tobytes())
-    except ValueError:
+    except (ValueError, RecursionError):  # a stranger's page, or worse
         problem = None
     if not isinstance(problem, dict) or not isinstance(problem.get("code"), str):
         text = f"HTTP status {reply.status}, and not in the form of flashwire's errors"

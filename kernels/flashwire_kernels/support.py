@@ -6,6 +6,8 @@ A new backend is a name in BACKENDS and a row in _REASONS, _EXTRA_BYTES and api'
 from __future__ import annotations
 
 import difflib
+import math
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -18,6 +20,7 @@ BACKENDS = ("triton", "cpu", "reference")
 
 _REFERENCE_SCORES_AT_ONCE = 1 << 22
 _CPU_SCORES_AT_ONCE = 1 << 18
+_SMALLEST, _LARGEST = 1e-280, 1e280  # factors with which float64 has room for scores
 
 
 def reasons(backend: str, problem: Problem, device: str) -> tuple[str, ...]:
@@ -49,9 +52,25 @@ def _reference(problem: Problem, device: str) -> list[str]:
 
 
 def _cpu(problem: Problem, device: str) -> list[str]:
-    if device.partition(":")[0] == "cpu":
-        return []
-    return [f"device: the tensors are on {device!r}, this backend computes on 'cpu' only"]
+    reasons = []
+    if device.partition(":")[0] != "cpu":
+        said = f"device: the tensors are on {device!r}, this backend computes on 'cpu' only"
+        reasons.append(said)
+    beyond = [f for f in score_factors(problem) if f and not _SMALLEST <= abs(f) <= _LARGEST]
+    if beyond:
+        what = "scale, softcap or scale / softcap" if problem.spec.softcap else "scale"
+        said = f"{what} is {beyond[0]:g}; this backend computes with {_SMALLEST:g} to {_LARGEST:g}"
+        reasons.append(said)
+    return reasons
+
+
+def score_factors(problem: Problem) -> tuple[float, ...]:
+    """What the cpu backend multiplies scores by."""
+    scale, softcap = problem.scale, problem.spec.softcap
+    if softcap is None:
+        return (scale,)
+    ratio = scale / softcap if abs(scale) <= softcap * sys.float_info.max else math.inf
+    return scale, softcap, ratio
 
 
 def _triton(problem: Problem, device: str) -> list[str]:
@@ -60,8 +79,10 @@ def _triton(problem: Problem, device: str) -> list[str]:
 
 def _reference_bytes(problem: Problem, backward: bool) -> int:
     """float64 copies of the tensors, and some batch rows' scores with what follows from them."""
-    pairs = [problem.heads_q * lq * lk for lq, lk in problem.sequences]
-    at_once = max(max(pairs, default=0), min(sum(pairs), _REFERENCE_SCORES_AT_ONCE))
+    pairs = [(problem.heads_q * lq * lk, n) for (lq, lk), n in problem.lengths.items() if n]
+    largest = max((scores for scores, _ in pairs), default=0)
+    total = sum(scores * n for scores, n in pairs)
+    at_once = max(largest, min(total, _REFERENCE_SCORES_AT_ONCE))
     copies = _elements(problem) * (3 if backward else 1)
     return ITEM_SIZE["float64"] * (copies + at_once * (9 if backward else 6))
 

@@ -170,6 +170,7 @@ def test_a_refusal_before_the_body_is_read(qkv: Any) -> None:
         ((307, {"location": "http://elsewhere/"}, b""), "HTTP status 307"),
         ((404, {"content-type": "application/json"}, b'{"detail": "Not Found"}'), "status 404"),
         ((400, {"content-type": "application/json"}, b"[1]"), "HTTP status 400"),
+        ((400, {"content-type": "application/json"}, b"[" * 100_000), "HTTP status 400"),
         ((200, {"content-type": "text/html"}, b"hello"), "'text/html'"),
         ((200, {"content-type": "application/msgpack"}, b"\x81"), "truncated"),
         ((200, {"content-type": "application/msgpack"}, b"\x80"), "no attention's result"),

@@ -233,6 +233,26 @@ def test_meaningless_requests(server: Any, change: dict[str, Any], field: str) -
     assert field in [reason.partition(":")[0] for reason in document["reasons"]]
 
 
+@pytest.mark.parametrize(
+    "shape", [[0, 2**62, 2**62, 4], [0, 2**64 - 1, 1, 4], [1, 0, 2**40, 2], [0, 2**31 - 1] * 2]
+)
+def test_sizes_beyond_any_machine(server: Any, shape: list[int]) -> None:
+    """No bytes, since one size is 0; and yet nothing that strides could express."""
+    empty = tensor(shape=shape, data=b"")
+    for backend in ("auto", "reference"):
+        body = message(q=empty, k=empty, v=empty, backend=backend)
+        problem(server.post("/attention", content=body), 422, "invalid", "q")
+
+
+def test_an_empty_batch_of_any_size_is_quick(server: Any) -> None:
+    empty = tensor(shape=[2**31 - 1, 1, 0, 2], data=b"")
+    started = time.monotonic()
+    for backend in ("auto", "reference"):
+        body = message(q=empty, k=empty, v=empty, backend=backend)
+        assert server.post("/attention", content=body).status_code == 200
+    assert time.monotonic() - started < 10
+
+
 def test_the_nearest_known_name(server: Any) -> None:
     document = problem(server.post("/attention", json=GOOD | {"cusal": True}), 422, "invalid")
     assert "'causal'" in document["detail"]

@@ -260,7 +260,7 @@ async def test_media_types_spoken(client: httpx.AsyncClient) -> None:
         assert response.status_code == 200
 
 
-@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "soon", "1e3", "9" * 16, "\u0661"])
+@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "soon", "1e3", "0" * 5000, "\u0661"])
 async def test_a_malformed_deadline(client: httpx.AsyncClient, given: str) -> None:
     headers = {b"flashwire-timeout-ms": given.encode()}
     response = await client.post("/attention", json=SMALL, headers=headers)  # type: ignore[arg-type]
@@ -268,7 +268,9 @@ async def test_a_malformed_deadline(client: httpx.AsyncClient, given: str) -> No
 
 
 async def test_a_deadline_is_clamped(client: httpx.AsyncClient, pool: FakePool) -> None:
-    for given, seconds in (("1500", 1.5), ("999999999", 300.0)):
+    for given, seconds in (
+        ("1500", 1.5), (" 0001500 ", 1.5), ("999999999", 300.0), ("9" * 5000, 300.0),
+    ):  # fmt: skip
         await client.post("/attention", json=SMALL, headers={"flashwire-timeout-ms": given})
         assert pool.jobs[-1][0].timeout_s == seconds
 

@@ -136,7 +136,8 @@ async def send_for_ever(writer: asyncio.StreamWriter) -> None:
      b"GET /\x00 HTTP/1.1\r\n\r\n", b"POST /attention HTTP/1.1\r\ncontent-length: x\r\n\r\n",
      b"POST /attention HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
      b"POST /attention HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
-     b"POST /attention HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
+     b"POST /attention HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+     b"GET /healthz HTTP/1.1\r\ncontent-length: " + b"0" * 3900 + b"\r\n\r\n"],
 )  # fmt: skip
 async def test_garbage_is_a_problem_too(served: Served, sent: bytes) -> None:
     got, reader = await exchange(served, sent)
@@ -145,6 +146,15 @@ async def test_garbage_is_a_problem_too(served: Served, sent: bytes) -> None:
     assert "server" not in got.headers
     assert await closed(reader)
     assert (await exchange(served, GOOD))[0].status == 200
+
+
+async def test_transfer_encodings_not_spoken(served: Served) -> None:
+    for coding in (b"gzip, chunked", b"gzip"):
+        head = b"POST /attention HTTP/1.1\r\nhost: x\r\ntransfer-encoding: " + coding
+        got, reader = await exchange(served, head + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+        assert got.status in (400, 415)  # the parser itself refuses what does not end in chunked
+        got.problem(got.status, {400: "malformed", 415: "unsupported_media_type"}[got.status])
+        assert await closed(reader)
 
 
 async def test_a_head_over_its_limit(served: Served) -> None:

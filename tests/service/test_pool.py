@@ -194,6 +194,32 @@ async def test_a_worker_that_dies_is_missed_by_all_who_wait(ends: Ends) -> None:
     assert await refused(asyncio.create_task(ends.pool.run(work()))) == "no_worker"
 
 
+async def test_another_worker_takes_over_once(ends: Ends) -> None:
+    first, second = await ends.worker(0), await ends.worker(1)
+    running = asyncio.create_task(ends.pool.run(work()))
+    lost = await first.job()
+    first.channel.close()
+    again = await second.job()
+    assert (again.route, again.deadline) == (lost.route, lost.deadline)
+    second.channel.send(Reply(id=again.id, size=2, body=b"ok"))
+    assert (await running).worker == 1
+
+    third = await ends.worker(0)
+    running = asyncio.create_task(ends.pool.run(work()))
+    for played in (second, third):
+        await played.job()
+        played.channel.close()
+    assert await refused(running) == "worker_died"
+
+
+async def test_what_a_residual_needs_is_not_elsewhere(ends: Ends) -> None:
+    first, _ = await ends.worker(0), await ends.worker(1)
+    running = asyncio.create_task(ends.pool.run(work(), 0))
+    await first.job()
+    first.channel.close()
+    assert await refused(running) == "worker_died"
+
+
 async def test_a_successor_takes_the_place(ends: Ends) -> None:
     first = await ends.worker()
     running = asyncio.create_task(ends.pool.run(work()))

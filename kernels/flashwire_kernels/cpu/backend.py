@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -12,14 +13,19 @@ from flashwire_kernels.cpu.batches import Batch, batches
 from flashwire_kernels.cpu.hidden import nan_for_inf, scrub, tame
 from flashwire_kernels.cpu.part import Cut, aligned, make_part, wide_dtype
 from flashwire_kernels.geometry import Band
+from flashwire_kernels.support import score_factors
 from flashwire_kernels.tensors import Gradients, Inputs, Wanted
 from flashwire_kernels.validation import Problem
 
+_SMALL, _LARGE = 1e-20, 1e20
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def forward(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See tensors.Backend."""
+    if _beyond_float32(problem):
+        out, lse = forward(*_in_float64(problem, x))
+        return out.to(x.q.dtype), lse.float()
     if not problem.packed:
         out, lse = _forward_batch(problem, x, next(batches(problem, x)))
         return out.to(x.q.dtype), lse
@@ -42,6 +48,11 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """See tensors.Backend."""
+    if _beyond_float32(problem):
+        dlse = None if dlse is None else dlse.double()
+        wide = backward(*_in_float64(problem, x), out, lse.double(), dout, dlse, wanted)
+        dq, dk, dv = (t.to(x.q.dtype) for t in (wide.dq, wide.dk, wide.dv))
+        return dataclasses.replace(wide, dq=dq, dk=dk, dv=dv)
     sums = _Sums.of(problem, x, wanted)
     saved = _Saved(out, lse, dout, dlse)
     if not problem.packed:
@@ -59,6 +70,18 @@ def backward(
         batch.put_keys(dk, batch_dk)
         batch.put_keys(dv, batch_dv)
     return sums.with_inputs(x, dq, dk, dv)
+
+
+def _beyond_float32(problem: Problem) -> bool:
+    """Whether factors of the scores leave float32's range, or come so near that scores might."""
+    return problem.dtype != "float64" and not all(
+        _SMALL <= abs(factor) <= _LARGE for factor in score_factors(problem) if factor
+    )
+
+
+def _in_float64(problem: Problem, x: Inputs) -> tuple[Problem, Inputs]:
+    q, k, v = (t.double() for t in (x.q, x.k, x.v))
+    return dataclasses.replace(problem, dtype="float64"), dataclasses.replace(x, q=q, k=k, v=v)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,9 +220,10 @@ def whole_lines(keys: slice, dtype: torch.dtype) -> slice:
 
 
 def exp_(x: torch.Tensor) -> torch.Tensor:
-    """exp in place; exactly 0 below the smallest normal number, where hardware would be slow."""
+    """exp in place of what is at most 0 but for rounding; exactly 0 below the smallest normal
+    number, where hardware would be slow."""
     floor = _FLOORS[x.dtype]
-    return torch.threshold_(x.clamp_min_(floor).exp_(), math.exp(floor) * 1.001, 0.0)
+    return torch.threshold_(x.clamp_(floor, 0.0).exp_(), math.exp(floor) * 1.001, 0.0)
 
 
 def _cap(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

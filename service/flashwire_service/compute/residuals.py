@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashwire_kernels.errors import NotEnoughMemory
+from flashwire_kernels.tensors import Skipped
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service import residual_id
 
@@ -22,13 +23,15 @@ class Gone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A forward: its options, its inputs and results (copies of its own), and who computed it."""
+    """A forward: its options, its inputs and results (copies of its own), and who computed it,
+    past which faster backends."""
 
     spec: AttentionSpec
     tensors: Mapping[str, torch.Tensor]  # q, k, v and the optional ones, by name
     out: torch.Tensor
     lse: torch.Tensor
     backend: str
+    skipped: tuple[Skipped, ...]
 
     @property
     def nbytes(self) -> int:

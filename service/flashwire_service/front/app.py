@@ -274,13 +274,15 @@ def timeout_s(request: Request, settings: Settings) -> float:
     given = request.headers.get(_TIMEOUT_HEADER)
     if given is None:
         return settings.max_timeout_ms / 1000
-    if not re.fullmatch("[0-9]{1,15}", given) or int(given) < 1:
+    digits = given.strip().lstrip("0")
+    if not re.fullmatch("[0-9]+", digits):
         raise Refusal(
             "invalid",
             f"{_TIMEOUT_HEADER} must be a positive whole number of milliseconds",
             field=_TIMEOUT_HEADER,
         )
-    return min(int(given), settings.max_timeout_ms) / 1000
+    most = settings.max_timeout_ms
+    return (most if len(digits) > len(str(most)) else min(int(digits), most)) / 1000
 
 
 async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:

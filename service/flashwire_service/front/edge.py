@@ -5,6 +5,7 @@ Pure ASGI, around all routes. Keys are checked in app.py, where the documentatio
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -78,6 +79,11 @@ class Edge:
                     await self._app(scope, receive, send)
             except ClientDisconnect:
                 exchange.status = _CLIENT_LEFT
+            except asyncio.CancelledError:  # uvicorn does this once the grace period has passed
+                if exchange.status:
+                    raise
+                refusal = Refusal("draining", "the server is shutting down")
+                await problems.response(refusal, exchange.id)(scope, receive, send)
             except Exception as exc:  # the last catch
                 await self._failed(exchange, exc, scope, receive, send)
         self._done(exchange, scope)

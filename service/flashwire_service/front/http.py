@@ -20,6 +20,7 @@ from flashwire_service.front import problems
 
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
+_MAX_DIGITS = 19  # of a 64-bit length
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
@@ -70,13 +71,11 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         app = self.app
         upgrade = self.parser.should_upgrade()
-        if size > self.max_header_bytes:
-            self.app = _answering(self._headers_too_large())
-        elif upgrade and any(name in _BODY_HEADERS for name, _ in self.headers):
-            self.app = _answering(Refusal("malformed", "send this without an Upgrade header"))
+        refusal = self._objection(upgrade)
+        if refusal is not None:
+            self.app = _answering(refusal)
         try:
             super().on_headers_complete()
         finally:
@@ -110,6 +109,21 @@ class Protocol(HttpToolsProtocol):
         if transport.can_write_eof():
             transport.write_eof()
         self.loop.call_later(LINGER_S, transport.close)
+
+    def _objection(self, upgrade: bool) -> Refusal | None:
+        """Why a head that the parser accepts is not accepted here."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.max_header_bytes:
+            return self._headers_too_large()
+        for name, value in self.headers:
+            if name == b"content-length" and len(value) > _MAX_DIGITS:
+                return Refusal("malformed", "Content-Length has too many digits")
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                said = "no transfer encoding but chunked is spoken here"
+                return Refusal("unsupported_media_type", said)
+            if upgrade and name in _BODY_HEADERS:
+                return Refusal("malformed", "send this without an Upgrade header")
+        return None
 
     def _headers_too_large(self) -> Refusal:
         limit = self.max_header_bytes

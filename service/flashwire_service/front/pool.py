@@ -107,7 +107,7 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether a worker takes jobs, and this process is not ending."""
-        return not self.draining and any(w.hello for w in self._workers.values())
+        return not self.draining and bool(self._ready())
 
     @property
     def facts(self) -> dict[int, Mapping[str, Any]]:
@@ -125,17 +125,27 @@ class Pool:
     async def run(self, work: Work, worker: int | None = None) -> Answer:
         """The answer of the least busy worker, or of the named one. The caller closes its memory.
 
+        Work is pure: where its worker dies, another one that is ready gets it, once.
+
         Raises Refusal: what the worker refused; no_worker; worker_died; deadline_exceeded; gone
         when the named worker is not there. When cancelled, it tells the worker that nobody waits.
         """
-        chosen = self._choose(worker)
-        job = self._job(work)
+        deadline = time.monotonic() + work.timeout_s
+        try:
+            return await self._run_on(self._choose(worker), work, deadline)
+        except Refusal as refusal:
+            if refusal.code != "worker_died" or worker is not None or not self._ready():
+                raise
+        return await self._run_on(self._choose(None), work, deadline)
+
+    async def _run_on(self, chosen: _Worker, work: Work, deadline: float) -> Answer:
+        job = self._job(work, deadline)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         chosen.waiting[job.id] = future
         try:
             fd = work.body.fd if isinstance(work.body, Memory) else None
             chosen.channel.send(job, fd)
-            async with asyncio.timeout(work.timeout_s):
+            async with asyncio.timeout(deadline - time.monotonic()):
                 return await future
         except ChannelClosed:
             raise _died() from None
@@ -151,8 +161,11 @@ class Pool:
         finally:
             del chosen.waiting[job.id]
 
+    def _ready(self) -> list[_Worker]:
+        return [w for w in self._workers.values() if w.hello]
+
     def _choose(self, index: int | None) -> _Worker:
-        ready = [w for w in self._workers.values() if w.hello]
+        ready = self._ready()
         if index is not None:
             ready = [w for w in ready if w.index == index]
             if not ready:  # what it held went with it
@@ -161,8 +174,7 @@ class Pool:
             raise Refusal("no_worker", "no worker is ready")
         return min(ready, key=lambda w: len(w.waiting))
 
-    def _job(self, work: Work) -> Job:
-        now = time.monotonic()
+    def _job(self, work: Work, deadline: float) -> Job:
         return Job(
             id=next(self._ids),
             route=work.route,
@@ -175,8 +187,8 @@ class Pool:
             body=work.body if isinstance(work.body, bytes) else None,
             owner=work.owner,
             accept=work.accept,
-            received=now,
-            deadline=now + work.timeout_s,
+            received=time.monotonic(),
+            deadline=deadline,
         )
 
     def _on_control(self, frame: Frame, fd: int | None) -> None:

@@ -187,6 +187,19 @@ class TestBadValues:
             ("dv", g.dv, clean_g.dv)]:  # fmt: skip
             torch.testing.assert_close(got, want, msg=name)
 
+    def test_a_gradient_of_lse_at_a_row_that_sees_only_its_sink_reaches_only_the_sink(self):
+        q, k, v = qkv(1, 6)
+        mask, dlse = torch.ones(6, 6, dtype=torch.bool), torch.zeros(1, 1, 6)
+        mask[2], dlse[0, 0, 2] = False, NAN
+        sinks = torch.zeros(1)
+        f = api.forward(q, k, v, mask=mask, sinks=sinks, backend="cpu")
+        g = api.backward(
+            f.out, q, k, v, out=f.out, lse=f.lse, dlse=dlse, mask=mask, sinks=sinks, backend="cpu",
+            wanted=Wanted(sinks=True),
+        ).gradients  # fmt: skip
+        assert g.dsinks.isnan().all()
+        assert all(t.isfinite().all() for t in (g.dq, g.dk, g.dv))
+
     @pytest.mark.parametrize("value", [NAN, INF, -INF])
     @pytest.mark.parametrize("where", ["q", "k", "v"])
     @pytest.mark.parametrize("spec", [PLAIN, AttentionSpec(softcap=3.0)])

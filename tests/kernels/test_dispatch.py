@@ -139,6 +139,25 @@ class TestForms:
         alone = api.forward(*(t[3:].transpose(0, 1) for t in (q, k, v)))
         assert torch.equal(f.out[3:], alone.out.transpose(0, 1))
 
+    @pytest.mark.parametrize("softcap", [None, 5.0])
+    def test_what_surrounds_the_call_changes_nothing(self, softcap):
+        """Autocast, another default dtype or device: precision and place are the tensors' own."""
+        q, k, v = qkv(2, 8, 16)
+        spec = AttentionSpec(softcap=softcap)
+
+        def both():
+            f = api.forward(q, k, v, spec=spec, sinks=torch.zeros(2, device="cpu"))
+            return f.out, f.lse, api.backward(q, q, k, v, spec=spec, dlse=f.lse).gradients.dk
+
+        want = both()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+                found = both()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
     def test_nothing_is_left_to_differentiate(self):
         q, k, v = (t.requires_grad_() for t in qkv(2, 8, 16))
         assert not api.forward(q, k, v).out.requires_grad
@@ -161,6 +180,10 @@ class TestRefusals:
         assert violations(error) == dict.fromkeys(
             ["k", "bias"], "must be on q's device cpu, got meta"
         )
+
+    def test_tensors_without_data(self):
+        with pytest.raises(InvalidAttention, match="holds no data"):
+            api.forward(*(t.to("meta") for t in qkv(8, 16)), backend="reference")
 
     def test_sparse_tensors(self):
         q, k, v = qkv(8, 16)

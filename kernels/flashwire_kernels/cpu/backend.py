@@ -30,7 +30,7 @@ def forward(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = _forward_batch(problem, x, next(batches(problem, x)))
         return out.to(x.q.dtype), lse
     out = x.q.new_zeros((*x.q.shape[:-1], problem.dim_v))
-    lse = torch.full(x.q.shape[:-1], -math.inf, dtype=wide_dtype(x.q.dtype))
+    lse = x.q.new_full(x.q.shape[:-1], -math.inf, dtype=wide_dtype(x.q.dtype))
     for batch in batches(problem, x):
         batch_out, batch_lse = _forward_batch(problem, x, batch)
         batch.put_queries(out, batch_out)
@@ -113,9 +113,9 @@ class _Sums:
             pairs = problem.batch * problem.heads_q * problem.len_q * problem.len_k
             # Where every entry is its own nothing is summed; sums of many are taken in float64.
             wide = wide_dtype(x.q.dtype) if x.bias.numel() == pairs else torch.float64
-            dbias = torch.zeros(x.bias.shape, dtype=wide)
+            dbias = x.bias.new_zeros(x.bias.shape, dtype=wide)
         if wanted.sinks and x.sinks is not None:
-            dsinks = torch.zeros(x.sinks.shape, dtype=torch.float64)
+            dsinks = x.sinks.new_zeros(x.sinks.shape, dtype=torch.float64)
         return cls(dbias, dsinks)
 
     def with_inputs(
@@ -139,8 +139,8 @@ def _forward_batch(problem: Problem, x: Inputs, batch: Batch) -> tuple[torch.Ten
     cut, wide = _cut(problem, batch), wide_dtype(x.q.dtype)
     if cut is None:
         shape = (len(batch.index), problem.heads_q, batch.len_q)
-        out = torch.zeros((*shape, problem.dim_v), dtype=wide)
-        lse = torch.full(shape, -math.inf, dtype=wide)
+        out = x.q.new_zeros((*shape, problem.dim_v), dtype=wide)
+        lse = x.q.new_full(shape, -math.inf, dtype=wide)
     else:
         part = make_part(problem, x, batch, cut)
         if not tame(part, part.v):
@@ -159,12 +159,13 @@ def _backward_batch(
     if cut is None:
         _add_sinks(x, saved, torch.zeros_like(saved.lse), sums)
         q, k, v = batch.queries(x.q), batch.keys(x.k), batch.keys(x.v)
-        dq, dk, dv = (torch.zeros(t.shape, dtype=wide) for t in (q, k, v))
+        dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (q, k, v))
         return dq, dk, dv
     part = make_part(problem, x, batch, cut)
     out = aligned(saved.out[:, :, cut.rows], wide)
     dout = aligned(saved.dout[:, :, cut.rows], wide)
-    if not tame(part, part.v, dout):
+    dlse = () if saved.dlse is None else (saved.dlse[:, :, cut.rows],)
+    if not tame(part, part.v, dout, *dlse):
         part, dout = scrub(part), nan_for_inf(dout)
         if part.seen_rows is not None:
             dout = dout.where(part.seen_rows, 0)

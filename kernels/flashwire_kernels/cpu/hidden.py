@@ -22,7 +22,7 @@ _TAME = {torch.float32: 1e30, torch.float64: 1e300}  # squares below: no score i
 def tame(part: Part, *summed: torch.Tensor) -> bool:
     """False when a value is NaN, infinite or so large that it could make a score so.
 
-    `summed` are the tensors whose rows are added up with weights that are 0 where hidden. May be
+    `summed` are the other tensors that are multiplied by weights that are 0 where hidden. May be
     false for huge finite values that do no harm.
     """
     if part.mask is None and part.bias is None:
@@ -33,7 +33,7 @@ def tame(part: Part, *summed: torch.Tensor) -> bool:
         return all(math.isfinite(torch.dot(a, b).item()) for a, b in products)
     if part.bias is not None and not part.bias.amax().item() < _TAME[part.q.dtype]:
         return False
-    flat = [t.view(-1) for t in (part.q, part.k, *summed)]
+    flat = [t.reshape(-1) for t in (part.q, part.k, *summed)]
     return all(torch.dot(t, t).item() < _TAME[t.dtype] for t in flat)
 
 
@@ -85,8 +85,8 @@ def _seen(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     len_q, len_k = part.q.shape[2], part.k.shape[2]
     given = [t for t in (part.mask, part.bias) if t is not None]
     b, h = (max(t.shape[dim] for t in given) for dim in (0, 1))
-    rows = torch.zeros((b, h, len_q), dtype=torch.bool)
-    keys = torch.zeros((b, h, len_k), dtype=torch.bool)
+    rows = part.q.new_zeros((b, h, len_q), dtype=torch.bool)
+    keys = part.q.new_zeros((b, h, len_k), dtype=torch.bool)
     step = max(1, _PAIRS_AT_ONCE // (b * h * len_k))
     for first in range(0, len_q, step):
         block = range(first, min(first + step, len_q))

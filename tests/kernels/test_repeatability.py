@@ -98,7 +98,7 @@ def test_results_own_their_memory(call, backend):
 @pytest.mark.parametrize("options", [
     {}, {"causal": True}, {"window": (20, 3)}, {"softcap": 2.0, "alibi": "h", "dropout": 0.2},
     {"len_q": 1, "causal": True}, {"len_q": 7, "dtype": "bfloat16"}, {"heads_kv": 1},
-    {"sinks": True}, {"len_q": 45, "causal": True},
+    {"sinks": True, "len_q": 45}, {"causal": True, "len_q": 45},
     {"heads_q": 1, "heads_kv": 1, "len_q": 90, "len_k": 33, "dim": 64, "window": (0, 0),
      "softcap": 0.5, "dtype": "float64"},
     {"heads_q": 1, "heads_kv": 1, "len_q": 90, "len_k": 140, "dim": 64, "window": (3, None),
@@ -115,8 +115,10 @@ def test_a_batch_row_does_not_depend_on_its_company(options, fast_backend):
         dout=call.dout[:1],
         dlse=call.dlse[:1],
     )
-    among = {name: tensor[:1] for name, tensor in results(call, fast_backend).items()}
-    assert_same_bits(results(alone, fast_backend), among)
+    summed = ("dbias", "dsinks")
+    one, many = ({name: t for name, t in results(c, fast_backend).items() if name not in summed}
+                 for c in (alone, call))  # fmt: skip
+    assert_same_bits(one, {name: tensor[:1] for name, tensor in many.items()})
 
 
 @pytest.mark.long

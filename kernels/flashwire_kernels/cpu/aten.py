@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from flashwire_kernels.cpu.lse import union
 from flashwire_kernels.cpu.part import Part
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,7 +42,7 @@ def forward(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     if len(pieces) == 1:
         return pieces[0][0], pieces[0][1]
     (out_a, lse_a), (out_b, lse_b) = pieces
-    lse = torch.logaddexp(lse_a, lse_b)
+    lse = union(lse_a, lse_b)
     out = out_a.mul_((lse_a - lse).exp_()[..., None])
     return out.addcmul_(out_b, (lse_b - lse).exp_()[..., None]), lse
 

@@ -57,7 +57,7 @@ def backward(
     saved = _Saved(out, lse, dout, dlse)
     if not problem.packed:
         batch = next(batches(problem, x))
-        dq, dk, dv = _backward_batch(problem, x, batch, saved, sums)
+        dq, dk, dv = _backward_batch(problem, x, batch, saved.of_batch(batch), sums)
         return sums.with_inputs(x, dq.to(x.q.dtype), dk.to(x.q.dtype), dv.to(x.q.dtype))
     dq, dk, dv = (
         torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
@@ -94,9 +94,9 @@ class _Saved:
     dlse: torch.Tensor | None
 
     def of_batch(self, batch: Batch) -> _Saved:
-        dlse = None if self.dlse is None else batch.queries(self.dlse)
         out, lse, dout = (batch.queries(t) for t in (self.out, self.lse, self.dout))
-        return _Saved(out, lse, dout, dlse)
+        dlse = None if self.dlse is None else batch.queries(self.dlse).contiguous()
+        return _Saved(out, lse.contiguous(), dout, dlse)  # sums follow the order of memory
 
 
 @dataclass(frozen=True, slots=True)

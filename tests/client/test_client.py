@@ -211,9 +211,30 @@ def test_plan(server: Any, client: Client) -> None:
     assert {name: ref.header for name, ref in message.tensors.items()} == {
         "q": wire.Header("bfloat16", (1, 2, 3, 4)),
         "k": wire.Header("bfloat16", (1, 1, 5, 4)),
+        "v": wire.Header("bfloat16", (1, 1, 5, 4)),  # k's, not q's
         "mask": wire.Header("bool", (5,)),
         "bias": wire.Header("bfloat16", (3, 5)),
     }
+
+
+def test_plan_of_other_heads(server: Any, client: Client) -> None:
+    """k and v default to q's, v to k's."""
+    given: list[tuple[Any, set[Any]]] = [
+        (((1, 8, 4, 16),), {("q", (1, 8, 4, 16))}),
+        (
+            ((1, 8, 4, 16), (1, 2, 9, 16)),
+            {("q", (1, 8, 4, 16)), ("k", (1, 2, 9, 16)), ("v", (1, 2, 9, 16))},
+        ),
+        (
+            ((1, 8, 4, 16), None, (1, 8, 4, 3)),
+            {("q", (1, 8, 4, 16)), ("v", (1, 8, 4, 3))},
+        ),
+    ]
+    for shapes, sent in given:
+        server.script = [(200, {"content-type": "application/json"}, json.dumps(PLAN).encode())]
+        client.plan(*shapes, dtype="fp16")
+        message = wire.decode(server.last.body, wire.PLAN)
+        assert {(name, ref.shape) for name, ref in message.tensors.items()} == sent
 
 
 def test_info_and_ready(server: Any, client: Client) -> None:
@@ -247,6 +268,25 @@ def test_unknown_options_are_errors(client: Client, qkv: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("softmax_scale", r"; did you mean 'scale'\?"),
+        ("is_causal", r"; did you mean 'causal'\?"),
+        ("attn_mask", r"; did you mean 'mask' \(boolean\) or 'bias' \(added\)\?"),
+        ("dropout_p", r"; did you mean 'dropout'\?"),
+        ("window_size", r"; did you mean 'window'\?"),
+        ("enable_gqa", "; GQA needs no option"),
+        ("max_seqlen_q", "; not needed"),
+        ("max_seqlen_k", "; not needed"),
+        ("cu_seqlens", "; give both 'cu_seqlens_q' and 'cu_seqlens_k'"),
+    ],
+)
+def test_names_of_torch_and_flash_attn(client: Client, qkv: Any, name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}'{hint}"):
+        client.attention(*qkv, **{name: 1})
+
+
+@pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"scale": object()}, "scale"),
@@ -256,7 +296,13 @@ def test_unknown_options_are_errors(client: Client, qkv: Any) -> None:
         ({"cu_seqlens_q": [0, 2.5]}, "cu_seqlens_q"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
-        ({"seed": -(2**70)}, "dropout"),
+        ({"dropout": 0.5, "seed": 2**64}, "dropout.seed"),
+        ({"dropout": 0.5, "seed": -(2**70)}, "dropout.seed"),
+        ({"seed": 7}, "seed"),
+        ({"window": (1, 2, 3)}, "window"),
+        ({"window": 5}, "window"),
+        ({"layout": "bhld", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4]}, "layout"),
+        ({"layout": "blhd", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4]}, "layout"),
     ],
 )
 def test_what_cannot_be_sent_is_invalid(
@@ -266,6 +312,23 @@ def test_what_cannot_be_sent_is_invalid(
         client.attention(*qkv, **options)
     assert (caught.value.field, caught.value.status, caught.value.request_id) == (field, 422, None)
     assert server.received == []
+
+
+def test_refusals_of_plans_are_those_of_attention(server: Any, client: Client) -> None:
+    with pytest.raises(errors.Invalid, match="packed tensors are") as caught:
+        client.plan((4, 1, 8), dtype="fp16", layout="bhld", cu_seqlens_q=[0], cu_seqlens_k=[0])
+    assert caught.value.field == "layout"
+    with pytest.raises(errors.Invalid, match=r"window: must be a pair .left, right., got 3"):
+        client.plan((1, 1, 4, 8), dtype="fp16", window=(1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(errors.Invalid, match="seed: is that of dropout"):
+        client.plan((1, 1, 4, 8), dtype="fp16", seed=3)
+    assert server.received == []
+
+
+def test_a_seed_may_wait_for_its_dropout(server: Any, client: Client, qkv: Any) -> None:
+    """Code that turns dropout off for evaluation keeps its seed."""
+    client.attention(*qkv, dropout=0.0, seed=7)
+    assert server.last.options == {"dropout": {"p": 0.0, "seed": 7}}
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])

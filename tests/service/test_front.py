@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ import pytest
 from flashwire import wire
 from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
+from flashwire_service.front import info
 from flashwire_service.front.app import create_app
 from flashwire_service.front.pool import Answer, Work
 from flashwire_service.front.schemas import EXAMPLES
@@ -530,7 +532,12 @@ async def test_the_documentation_describes_every_option(client: httpx.AsyncClien
         operation = document["paths"][path]["post"]
         assert operation["requestBody"]["content"]["application/json"]["example"]
         assert "application/problem+json" in operation["responses"]["422"]["content"]
-    assert (await client.get("/docs")).status_code == 200
+    docs = await client.get("/docs")
+    assert docs.status_code == 200
+    assert info.lacking() in html.unescape(docs.text)
+    root = await client.get("/")
+    assert (root.status_code, root.headers["location"]) == (307, "/docs")
+    assert (await client.head("/")).status_code == 307
 
 
 @pytest.mark.parametrize("route", list(EXAMPLES))

@@ -30,14 +30,14 @@ PATIENCE_S = 20.0
 class Service:
     """A supervisor with stub children, seen through its output."""
 
-    def __init__(self, mode: str = "", **settings) -> None:
+    def __init__(self, mode: str = "", environ=(), **settings) -> None:
         settings = {"port": 0, "grace_s": 5.0, **settings}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, repr(settings)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE), "FLASHWIRE_STUB": mode},
+            env={**os.environ, "PYTHONPATH": str(HERE), "FLASHWIRE_STUB": mode, **dict(environ)},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -111,8 +111,8 @@ def alive(pid: int) -> bool:
 def start():
     services = []
 
-    def make(mode: str = "", **settings) -> Service:
-        services.append(Service(mode, **settings))
+    def make(mode: str = "", environ=(), **settings) -> Service:
+        services.append(Service(mode, environ, **settings))
         return services[-1]
 
     yield make
@@ -154,6 +154,15 @@ def test_every_front_reaches_every_worker(start):
     seen = set()
     wait_until(lambda: seen.add(service.ask()["pid"]) or seen == fronts)
     wait_until(lambda: set(service.ask()["workers"]) == workers)
+
+
+def test_children_do_not_inherit_secrets(start):
+    secrets = {"FLASHWIRE_API_KEYS": "a-secret-key", "FLASHWIRE_SIGNING_KEY": "sixteen letters!"}
+    service = start("", {**secrets, "FLASHWIRE_HARMLESS": "seen"}).ready()
+    for pid in service.pids:
+        environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert "FLASHWIRE_HARMLESS=seen" in environ
+        assert not {line.partition("=")[0] for line in environ} & secrets.keys()
 
 
 def test_a_killed_worker_is_replaced_at_once_and_reached(start):

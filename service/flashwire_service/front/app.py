@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgpack
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import ClientDisconnect
 
@@ -21,7 +21,7 @@ from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
 from flashwire_service.front import body, checks, metrics, planning, problems, reference, schemas
 from flashwire_service.front.edge import Edge
-from flashwire_service.front.info import describe
+from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
@@ -212,6 +212,12 @@ async def release(request: Request, residual: str, front: FrontEnd, owner: Owner
     return Response(status_code=204)
 
 
+@_open.head("/", include_in_schema=False)
+@_open.get("/", include_in_schema=False)
+async def root() -> RedirectResponse:
+    return RedirectResponse("/docs")
+
+
 @_open.head("/healthz", include_in_schema=False)
 @_open.get("/healthz", summary="The process lives")
 async def healthz() -> dict[str, str]:
@@ -316,7 +322,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(
             title="flashwire",
             version=version("flashwire"),
-            description=_DESCRIPTION,
+            description=f"{_DESCRIPTION} {lacking()}".strip(),
             routes=app.routes,
         )
         schema["components"]["schemas"] = schemas.components()

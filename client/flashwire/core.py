@@ -123,6 +123,7 @@ def converse(operation: Operation[T], policy: Policy) -> Exchange[T]:
                 raise lost from failure
         elif isinstance(reply, ConnectionLost):
             failure = lost = reply
+            lost.tries = attempt + 1
         else:
             raise TypeError("a Request is answered by a Response or a ConnectionLost")
         wait = _wait(policy, attempt, failure)

@@ -75,9 +75,11 @@ class CheckReport:
 class Plan:
     """What an attention would cost, counted without computing it.
 
+    visible_pairs          (query, key) pairs that are not hidden, over batch and heads
     flops_*                forward = 2 * visible pairs * (D + Dv), backward accordingly
     bytes_materialised_s   the N x N scores that a fast backend never writes
-    bytes_out_lse          out and lse; bytes_min: every input and output moved once
+    bytes_out_lse          out and lse, in its place; materialised_ratio: how many times less
+    bytes_min              every input and output moved once
     bytes_flash            memory traffic of the tiled algorithm at `sram_elements` of fast memory;
                            traffic_reduction: how many times less than materialising
     intensity              FLOPs per byte; peak_bytes: device memory needed
@@ -86,12 +88,15 @@ class Plan:
 
     backend: str
     skipped: list[Mapping[str, Any]]
+    visible_pairs: int
     flops_fwd: int
     flops_bwd: int
     bytes_materialised_s: int
     bytes_out_lse: int
+    materialised_ratio: float
     bytes_min: int
     bytes_flash: int
+    sram_elements: int
     traffic_reduction: float
     intensity: float
     peak_bytes: int

@@ -12,8 +12,10 @@ from flashwire import cli, wire
 
 JSON = {"content-type": "application/json"}
 PLAN = {
-    "backend": "cpu", "skipped": [], "flops_fwd": 12345678, "flops_bwd": 2,
-    "bytes_materialised_s": 536870912, "bytes_out_lse": 4, "bytes_min": 5, "bytes_flash": 6,
+    "backend": "cpu", "skipped": [], "visible_pairs": 7,
+    "flops_fwd": 12345678, "flops_bwd": 2,
+    "bytes_materialised_s": 536870912, "bytes_out_lse": 4, "materialised_ratio": 8.5, "sram_elements": 1024,
+    "bytes_min": 5, "bytes_flash": 6,
     "traffic_reduction": 8.0, "intensity": 9.0, "peak_bytes": 10, "tiles": {"total": 4},
     "wire_bytes_up": 11, "wire_bytes_down": 12, "estimated_ms": None,
 }  # fmt: skip
@@ -111,7 +113,10 @@ def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setenv("FLASHWIRE_URL", "http://127.0.0.1:1")
     monkeypatch.setattr("flashwire.client.time.sleep", lambda _: None)
     assert cli.main(["info"]) == 3
-    assert capsys.readouterr().err.startswith("flashwire: ConnectError")
+    assert capsys.readouterr().err == (
+        "flashwire: http://127.0.0.1:1: connection refused (4 tries). "
+        "Is flashwire-serve running there?\n"
+    )
 
 
 def test_the_key_comes_from_the_environment(

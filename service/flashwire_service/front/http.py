@@ -3,6 +3,10 @@
 Bytes that are no request, and heads over their limit, get a problem document. A reply given before
 the request's body has come is followed by a short lingering, in which the rest of the body is
 thrown away: closing at once would reset the connection under the client before it read the reply.
+
+uvicorn times a connection from its first reply on, and only while nothing comes. Here a clock also
+runs from the start, and from the first byte of a head to its last: whoever sends nothing, or half a
+head, or a byte now and then, does not keep a connection.
 """
 
 from __future__ import annotations
@@ -42,9 +46,15 @@ class Protocol(HttpToolsProtocol):
         self._body_complete = True
         self._lingering = False
         self._discarded = 0
+        self._patience: asyncio.TimerHandle | None = None  # for the next head to be complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
+        self._start_patience()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_patience()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -58,12 +68,15 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)  # from the second piece on: a head without an end
             if self._head_bytes > self.max_header_bytes:
                 self._refuse(self._headers_too_large())
+        if self._patience is None and not self._answering and not self.transport.is_closing():
+            self._start_patience()  # uvicorn has just stopped its own clock
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
         self._body_complete = False
+        self._start_patience()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers have no use here
@@ -71,6 +84,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._end_patience()
         app = self.app
         upgrade = self.parser.should_upgrade()
         refusal = self._objection(upgrade)
@@ -101,6 +115,33 @@ class Protocol(HttpToolsProtocol):
     def expects_more(self) -> bool:
         """Whether the client may still be sending: a body, or what was no request."""
         return not self._body_complete
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_patience(self) -> None:
+        self._end_patience()
+        self._patience = self.loop.call_later(self.timeout_keep_alive, self._lose_patience)
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self) -> None:
+        """No complete head came in time."""
+        self._patience = None
+        if self.transport.is_closing():
+            return
+        if self._answering:  # meanwhile what follows may be left unread
+            self._start_patience()
+        elif self._in_head:
+            limit = f"{self.timeout_keep_alive:g} s"
+            said = f"the head of a request was not complete {limit} after its first byte"
+            self._refuse(Refusal("request_timeout", said))
+        else:
+            self.transport.close()
 
     def linger(self, transport: asyncio.Transport) -> None:
         """Say that no more will be sent, and let the client read before the end."""
@@ -137,7 +178,7 @@ class Protocol(HttpToolsProtocol):
         """
         self._body_complete = False
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
+        if self._answering:
             in_body = cycle.more_body and not self.pipeline and not cycle.response_started
             if not in_body:
                 cycle.keep_alive = False

@@ -6,6 +6,7 @@ After each, the same worker answers the next good request.
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -320,6 +321,22 @@ def test_a_full_queue(narrow: Any) -> None:
         assert exc.retry_after >= 1
 
 
+def test_a_worker_without_descriptors(server: Any) -> None:
+    (pid,) = server.worker_pids()
+    x = np.zeros((100_000,), np.float32).reshape(1, 10, 100, 100)
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with server.client(retries=0) as client, pytest.raises(errors.QueueFull) as caught:
+            client.attention(x, x, x)
+        assert caught.value.retry_after
+        server.check_unharmed()  # small bodies need none
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    with server.client() as client:
+        assert client.attention(x, x, x).out.shape == x.shape
+
+
 def test_a_deadline_that_passes(server: Any) -> None:
     started = time.monotonic()
     with server.client() as client, pytest.raises(errors.DeadlineExceeded) as caught:
@@ -341,5 +358,5 @@ def test_more_memory_than_there_is(server: Any, narrow: Any) -> None:
             lambda: client.attention(x, x, x, backend="reference"),
             lambda: client.check(x, x, x),
         ):
-            with pytest.raises(errors.NotEnoughMemory):
+            with pytest.raises(errors.NotEnoughMemory, match="FLASHWIRE_MAX_MATERIALISE_BYTES"):
                 ask()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import json
 import os
@@ -28,6 +29,8 @@ from flashwire_service.settings import Settings, key_digest
 
 QUIET = Log("front", "error")
 SMALL: dict[str, Any] = {"q": [[1, 0]], "k": [[1, 0], [0, 1]], "v": [[1, 2], [3, 4]]}
+
+Starved = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class FakePool:
@@ -316,6 +319,17 @@ async def test_what_a_worker_refuses_is_passed_on(
     response = await client.post("/attention", json=SMALL)
     problem(response, 429, "queue_full")
     assert response.headers["retry-after"] == "4"
+
+
+async def test_a_body_for_which_there_is_no_descriptor_may_come_again(
+    client: httpx.AsyncClient, pool: FakePool, starved: Starved
+) -> None:
+    message = packed({}, **qkv(1, 8, 64, 64))
+    with starved():
+        refused = await client.post("/attention", content=message)
+    problem(refused, 429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (await client.post("/attention", content=message)).status_code == 200
 
 
 async def test_a_fault_of_ours_tells_nothing(client: httpx.AsyncClient, pool: FakePool) -> None:

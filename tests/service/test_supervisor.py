@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -277,6 +278,17 @@ def test_a_port_in_use_is_one_line_and_an_exit_code(start):
     assert service.lines == [
         f"flashwire-serve: cannot listen: port {port} of 127.0.0.1 is in use\n"
     ]
+
+
+def test_a_supervisor_without_descriptors_waits_for_better_times(start):
+    service = start().ready()
+    _, most = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (3, most))
+    os.kill(service.pid_of("worker-0"), signal.SIGKILL)
+    assert "cannot be started" in service.wait_for("died", "worker-0", count=2)["reason"]
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (most, most))
+    second = service.wait_for("ready", "worker-0", count=2)["pid"]
+    wait_until(lambda: service.ask()["workers"] == [second])
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])

@@ -242,7 +242,7 @@ class Jobs:
         }
 
     def _failure(self, job: Job, error: Exception) -> Failure:
-        failure = failure_of(error, job)
+        failure = failure_of(error, job, self._max_materialise)
         if failure.code == "internal":
             self._log.error("job failed", route=job.route, error=traceback.format_exc())
             self._look_after_device()

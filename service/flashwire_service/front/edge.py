@@ -17,7 +17,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from flashwire_service.errors import Refusal
+from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.front import problems
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.logs import Log
@@ -101,7 +101,10 @@ class Edge:
         self._log.error("fault", id=exchange.id, exception=type(exc).__name__, at=frames[-4:])
         if exchange.status:  # the reply has begun: cut it off rather than pass it for whole
             raise ConnectionAbortedError from exc
-        refusal = Refusal("internal", "a fault of the server's; the request id is in its log")
+        if is_exhaustion(exc):
+            refusal = Refusal("queue_full", EXHAUSTED)
+        else:
+            refusal = Refusal("internal", "a fault of the server's; the request id is in its log")
         await problems.response(refusal, exchange.id)(scope, receive, send)
 
     def _done(self, exchange: _Exchange, scope: Scope) -> None:

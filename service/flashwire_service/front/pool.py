@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashwire.wire import TensorRef
-from flashwire_service.errors import Refusal
+from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.ipc.channel import AsyncChannel, Channel, ChannelClosed, PacketTooLarge
 from flashwire_service.ipc.frames import (
     Attach,
@@ -76,7 +76,8 @@ class Pool:
     """Attached workers. Use it from its event loop only.
 
     on_drain(grace) is called when the supervisor wants this process to finish and end,
-    on_orphaned() when the supervisor is gone.
+    on_orphaned() when the supervisor is gone, or a worker that it sent did not arrive: this process
+    is then better replaced.
     """
 
     def __init__(self, on_drain: Callable[[float], None], on_orphaned: Callable[[], None]) -> None:
@@ -128,7 +129,8 @@ class Pool:
         Work is pure: where its worker dies, another one that is ready gets it, once.
 
         Raises Refusal: what the worker refused; no_worker; worker_died; deadline_exceeded; gone
-        when the named worker is not there. When cancelled, it tells the worker that nobody waits.
+        when the named worker is not there; queue_full when there is no descriptor left. When
+        cancelled, it tells the worker that nobody waits.
         """
         deadline = time.monotonic() + work.timeout_s
         try:
@@ -195,6 +197,8 @@ class Pool:
         match frame:
             case Attach() if fd is not None:
                 self.attach(frame.peer, socket.socket(fileno=fd))
+            case Attach():  # there was no descriptor for it, and nobody will send it again
+                self._on_orphaned()
             case Drain():
                 self._on_drain(frame.grace)
 
@@ -203,9 +207,7 @@ class Pool:
             case Hello():
                 worker.hello = frame
             case Reply():
-                memory = None if fd is None else Memory.receive(fd, frame.size)
-                if future := _unanswered(worker, frame.id):
-                    future.set_result(Answer(frame, memory, worker.index))
+                self._on_reply(worker, frame, fd)
             case Failure():
                 if future := _unanswered(worker, frame.id):
                     future.set_exception(
@@ -217,6 +219,22 @@ class Pool:
                             retry_after=frame.retry_after,
                         )
                     )
+
+    def _on_reply(self, worker: _Worker, reply: Reply, fd: int | None) -> None:
+        future = _unanswered(worker, reply.id)
+        try:
+            memory = None if fd is None else Memory.receive(fd, reply.size)
+        except OSError as exc:
+            if not is_exhaustion(exc):
+                raise
+            memory = None
+        if future is None:
+            if memory is not None:
+                memory.close()
+        elif memory is None and reply.body is None and reply.size:
+            future.set_exception(Refusal("queue_full", EXHAUSTED))
+        else:
+            future.set_result(Answer(reply, memory, worker.index))
 
     def _lose(self, worker: _Worker) -> None:
         """A worker has ended: whoever waits for it is told so."""

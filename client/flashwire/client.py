@@ -273,7 +273,7 @@ def _checked_url(url: str) -> str:
     except ValueError:
         port_fits = False
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits:
-        raise ValueError(f"must be http://host:port or https://host:port, got {url!r}")
+        raise ValueError(f"url must be http://host:port or https://host:port, got {url!r}")
     return url.rstrip("/")
 
 

@@ -163,18 +163,39 @@ def test_release(server: Any, client: Client, qkv: Any) -> None:
 def test_check(server: Any, client: Client, qkv: Any) -> None:
     found = {"max_abs": 1e-7, "rel": 2e-7, "budget": 1e-6, "pass": True,
              "worst": {"index": [0, 1, 2, 3], "got": 1.0, "want": "NaN"}}  # fmt: skip
-    values = {"pass": True, "tensors": {"out": found, "lse": found | {"worst": None}}, "meta": {}}
+    values = {
+        "pass": True,
+        "tensors": {"out": found, "lse": found | {"worst": None}},
+        "meta": {"got": "cpu", "want": "reference"},
+    }
     server.script = [(200, {"content-type": wire.MEDIA_TYPE}, msgpack.packb(values))]
     report = client.check(*qkv, causal=True, mine={"out": qkv[0]}, backends=("cpu", "reference"))
     assert report.passed
     assert report.tensors["out"].worst.index == (0, 1, 2, 3)
     assert np.isnan(report.tensors["out"].worst.want)
     assert report.tensors["lse"].worst is None
+    assert str(report).splitlines() == [
+        "tensor  max abs  relative  budget  used        worst",
+        "out     1e-07    2e-07     1e-06   10.00%  ok  at [0, 1, 2, 3]: got 1, want nan",
+        "lse     1e-07    2e-07     1e-06   10.00%  ok",
+        "cpu against reference: within budget",
+    ]
+    assert repr(report).startswith("CheckReport(passed=True, ")
     message = wire.decode(server.last.body, wire.CHECK)
     assert message.options == {
         "backends": ["cpu", "reference"], "request": {"causal": True}, "mine": {},
     }  # fmt: skip
     assert set(message.tensors) == {"request.q", "request.k", "request.v", "mine.out"}
+
+
+@pytest.mark.parametrize(
+    ("max_abs", "budget", "used"),
+    [(2.0, 1.0, 2.0), (0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (float("inf"), 1.0, float("inf"))],
+)
+def test_share_of_a_budget(max_abs: float, budget: float, used: float) -> None:
+    found = flashwire.TensorCheck(False, max_abs, 0.0, budget)
+    assert found.used == used
+    assert "OVER" in str(flashwire.CheckReport(False, {"out": found}))
 
 
 def test_check_of_results_as_they_come(server: Any, client: Client, qkv: Any) -> None:

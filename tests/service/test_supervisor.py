@@ -309,3 +309,30 @@ def test_workers_share_the_cores():
     assert supervisor.worker_threads(Settings()) == cores
     assert supervisor.worker_threads(Settings(workers=cores + 1)) == 1
     assert supervisor.worker_threads(Settings(threads=7)) == 7
+
+
+def test_a_child_that_cannot_be_connected_is_replaced(monkeypatch):
+    """A descriptor may be lacking for the socket between two children that have been started."""
+    killed = []
+
+    class Living:
+        pid = 1
+
+        def __init__(self, *_: object) -> None:
+            self.control, self.other = supervisor.socketpair()
+
+        def kill(self) -> None:
+            killed.append(self)
+            self.control.close()
+            self.other.close()
+
+    def no_socket(*_: object) -> None:
+        raise OSError(24, "no descriptor")
+
+    monkeypatch.setattr(supervisor, "Child", Living)
+    monkeypatch.setattr(supervisor, "_connect", no_socket)
+    with socket.socket() as listener, socket.socket() as signals:
+        judge = supervisor.Supervisor(Settings(log_level="error"), listener, signals)
+        judge._start(judge._fronts[0])
+        assert [place.child for place in judge._fronts] == killed
+        judge._selector.close()

@@ -222,7 +222,7 @@ def _spec_parser() -> argparse.ArgumentParser:
         "--causal-align", choices=("bottom_right", "top_left"), help="default: bottom_right"
     )
     group.add_argument(
-        "--window", type=_window, metavar="LEFT,RIGHT", help="empty or -1: an open end; default: ,"
+        "--window", type=_window, metavar="LEFT,RIGHT", help="empty or -1: an open end, the default"
     )
     group.add_argument("--softcap", type=_number, metavar="X", help="default: none")
     group.add_argument("--dropout", type=_number, metavar="P", help="default: 0")

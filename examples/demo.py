@@ -45,6 +45,12 @@ from flashwire_kernels.validation import resolve
 DATA = Path(__file__).parent / "data" / "minilm_attention.npz"
 FIELDS = ("q", "k", "v", "out", "lengths", "sentences", "source", "model")
 READY_S, STOP_S = 120.0, 15.0
+LEGEND = """\
+model    the served out against the model's own, less what its storage in float16 explains
+float64  against attention by autograd in float64: one row for the worse of out and lse, one for
+         the worst of dq, dk and dv
+worst is the tensor that uses most of its error budget; compute is the server's time, trip includes
+the network."""
 T = TypeVar("T")
 
 
@@ -223,12 +229,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def report(console: Console, checks: list[Check]) -> None:
-    """Print the table."""
+    """Print the table, and what its rows say."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     for name in ("layer", "against", "worst", "error", "budget", "", "backend", "device"):
         table.add_column(name)
-    table.add_column("compute/ms", justify="right")
-    table.add_column("trip/ms", justify="right")
+    table.add_column("compute ms", justify="right")
+    table.add_column("trip ms", justify="right")
     for c in checks:
         table.add_row(
             str(c.layer),
@@ -243,6 +249,7 @@ def report(console: Console, checks: list[Check]) -> None:
             f"{c.trip_ms:.1f}",
         )
     console.print(table)
+    console.print(LEGEND, style="dim", highlight=False)
 
 
 def run(console: Console, args: argparse.Namespace) -> int:

@@ -336,10 +336,10 @@ def _lost(url: str, exc: httpx.HTTPError) -> ConnectionLost:
 
 
 def _root(exc: BaseException) -> BaseException:
-    """What happened first."""
+    """What happened first; of several addresses of a host, at the first."""
     while cause := exc.__cause__ or exc.__context__:
         exc = cause
-    return exc
+    return exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else exc
 
 
 def _words(root: BaseException) -> str:

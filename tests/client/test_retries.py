@@ -2,6 +2,7 @@
 
 import copy
 import email.utils
+import errno
 import socket
 import threading
 import time
@@ -266,6 +267,19 @@ def test_tls_of_a_server_that_has_none(server: Any, waits: list[float]) -> None:
     with client, pytest.raises(errors.ConnectionLost, match=r"TLS failed: .* \(2 tries") as caught:
         client.info()
     assert str(caught.value).endswith(f"Does it speak TLS? If not, its address is {server.url}")
+
+
+def test_a_host_of_two_addresses(qkv: Any) -> None:
+    """As anyio tells of localhost, by IPv4 and IPv6."""
+    refused = [ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed")] * 2
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("All connection attempts failed") from ExceptionGroup("", refused)
+
+    with httpx.Client(transport=httpx.MockTransport(fail)) as http:
+        client = Client("http://host", retries=0, http=http)
+        with pytest.raises(errors.ConnectionLost, match=r"^http://host: connection refused\. Is "):
+            client.attention(*qkv)
 
 
 def test_silence_says_so(qkv: Any) -> None:

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -287,17 +288,29 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="of the service: auto, cpu or cuda[:N]")
     parser.add_argument("--url", help="a running server, with FLASHWIRE_API_KEY if it needs one")
     args = parser.parse_args()
-    # As on Ctrl-C, so that the service is stopped then too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     console = Console()
     try:
         return run(console, args)
     except (DemoError, FlashwireError) as e:
+        if interrupted.is_set():  # Python drops what is raised in a finalizer; the service stopped
+            return _interrupted(console)
         console.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; the service is stopped")
-        return 130
+        return _interrupted(console)
+
+
+def _interrupted(console: Console) -> int:
+    console.print("interrupted; the service is stopped")
+    return 130
 
 
 if __name__ == "__main__":

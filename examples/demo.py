@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,12 @@ from flashwire_kernels.validation import resolve
 DATA = Path(__file__).parent / "data" / "minilm_attention.npz"
 FIELDS = ("q", "k", "v", "out", "lengths", "sentences", "source", "model")
 READY_S, STOP_S = 120.0, 15.0
+LEGEND = """\
+model    the served out against the model's own, less what its storage in float16 explains
+float64  against attention by autograd in float64: one row for the worse of out and lse, one for
+         the worst of dq, dk and dv
+worst is the tensor that uses most of its error budget; compute is the server's time, trip includes
+the network."""
 T = TypeVar("T")
 
 
@@ -223,12 +230,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def report(console: Console, checks: list[Check]) -> None:
-    """Print the table."""
+    """Print the table, and what its rows say."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     for name in ("layer", "against", "worst", "error", "budget", "", "backend", "device"):
         table.add_column(name)
-    table.add_column("compute/ms", justify="right")
-    table.add_column("trip/ms", justify="right")
+    table.add_column("compute ms", justify="right")
+    table.add_column("trip ms", justify="right")
     for c in checks:
         table.add_row(
             str(c.layer),
@@ -243,6 +250,7 @@ def report(console: Console, checks: list[Check]) -> None:
             f"{c.trip_ms:.1f}",
         )
     console.print(table)
+    console.print(LEGEND, style="dim", highlight=False)
 
 
 def run(console: Console, args: argparse.Namespace) -> int:
@@ -280,17 +288,29 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="of the service: auto, cpu or cuda[:N]")
     parser.add_argument("--url", help="a running server, with FLASHWIRE_API_KEY if it needs one")
     args = parser.parse_args()
-    # As on Ctrl-C, so that the service is stopped then too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     console = Console()
     try:
         return run(console, args)
     except (DemoError, FlashwireError) as e:
+        if interrupted.is_set():  # Python drops what is raised in a finalizer; the service stopped
+            return _interrupted(console)
         console.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; the service is stopped")
-        return 130
+        return _interrupted(console)
+
+
+def _interrupted(console: Console) -> int:
+    console.print("interrupted; the service is stopped")
+    return 130
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ both; their docstrings are those of the methods here. Nothing here knows more th
 from __future__ import annotations
 
 import inspect
+import os
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -31,6 +33,13 @@ T = TypeVar("T")
 CHUNK = 256 * 1024  # httpx is quadratic in the size of one bytes object, and linear in pieces
 _CONNECT = 10.0  # seconds
 _GRACE = 10.0  # seconds beyond its deadline in which a server may still say that it has passed
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
+_SILENCE: Mapping[type[httpx.HTTPError], str] = {
+    httpx.ConnectTimeout: f"no connection within {_CONNECT:g} s",
+    httpx.ReadTimeout: "no answer in time",
+    httpx.WriteTimeout: "it took no more bytes in time",
+    httpx.PoolTimeout: "no connection became free in time",
+}
 _NOT_READY = (ConnectionLost, RequestError, UnexpectedReply)
 
 
@@ -137,6 +146,7 @@ class Client:
                 reply = None
 
     def _send(self, request: Request) -> Response | ConnectionLost:
+        _refuse_closed(self._http)
         content = _chunks(request) if request.size > CHUNK else b"".join(request.body)
         try:
             with self._http.stream(content=content, **_arguments(self._url, request)) as reply:
@@ -144,7 +154,7 @@ class Client:
                 for chunk in reply.iter_bytes():
                     body.add(chunk)
         except httpx.HTTPError as exc:
-            return _lost(exc)
+            return _lost(self._url, exc)
         return body.response()
 
 
@@ -212,6 +222,7 @@ class AsyncClient:
                 reply = None
 
     async def _send(self, request: Request) -> Response | ConnectionLost:
+        _refuse_closed(self._http)
         content = _async_chunks(request) if request.size > CHUNK else b"".join(request.body)
         try:
             async with self._http.stream(
@@ -221,7 +232,7 @@ class AsyncClient:
                 async for chunk in reply.aiter_bytes():
                     body.add(chunk)
         except httpx.HTTPError as exc:
-            return _lost(exc)
+            return _lost(self._url, exc)
         return body.response()
 
 
@@ -233,7 +244,11 @@ class _Body:
         length = reply.headers.get("content-length")
         encoded = "content-encoding" in reply.headers
         self._size = None if length is None or encoded else int(length)
-        self._buffer = np.empty(self._size or 0, np.uint8)
+        try:
+            self._buffer = np.empty(self._size or 0, np.uint8)
+        except (MemoryError, ValueError):
+            claim = f"the reply claims {length} bytes, more than there is memory for"
+            raise UnexpectedReply(claim, reply.status_code) from None
         self._filled = 0
         self._chunks: list[bytes] = []
 
@@ -253,9 +268,18 @@ class _Body:
 
 def _checked_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"must be http://host:port or https://host:port, got {url!r}")
+    try:
+        port_fits = parts.port != 0
+    except ValueError:
+        port_fits = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits:
+        raise ValueError(f"url must be http://host:port or https://host:port, got {url!r}")
     return url.rstrip("/")
+
+
+def _refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
+    if http.is_closed:
+        raise FlashwireError("the client is closed")
 
 
 def _policy(api_key: str | None, timeout: float | None, retries: int) -> Policy:
@@ -295,13 +319,35 @@ async def _async_chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _lost(exc: httpx.HTTPError) -> ConnectionLost:
-    """httpx's exceptions as ours, in the one place that knows both."""
+def _lost(url: str, exc: httpx.HTTPError) -> ConnectionLost:
+    """httpx's exceptions as ours, in the one place that knows both. Theirs would only repeat it."""
     if isinstance(exc, (httpx.LocalProtocolError, httpx.UnsupportedProtocol)):
         raise FlashwireError(f"the request cannot be sent: {exc}") from exc
     if not isinstance(exc, httpx.TransportError):
         raise UnexpectedReply(f"{type(exc).__name__}: {exc}") from exc
     kind = TransportTimeout if isinstance(exc, httpx.TimeoutException) else ConnectionLost
-    lost = kind(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
-    lost.__cause__ = exc
-    return lost
+    root = _root(exc)
+    hint = ""
+    if getattr(root, "reason", None) in _NO_TLS:
+        hint = f"Does it speak TLS? If not, its address is http://{urlsplit(url).netloc}"
+    elif isinstance(exc, (httpx.ConnectError, httpx.ConnectTimeout)):
+        hint = "Is flashwire-serve running there?"
+    return kind(f"{url}: {_SILENCE.get(type(exc)) or _words(root)}", hint)
+
+
+def _root(exc: BaseException) -> BaseException:
+    """What happened first; of several addresses of a host, at the first."""
+    while cause := exc.__cause__ or exc.__context__:
+        exc = cause
+    return exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else exc
+
+
+def _words(root: BaseException) -> str:
+    if isinstance(root, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {root.verify_message}"
+    if isinstance(root, ssl.SSLError):
+        return f"TLS failed: {(root.reason or str(root)).replace('_', ' ').lower()}"
+    if isinstance(root, OSError) and root.errno is not None:
+        text = os.strerror(root.errno) if root.errno > 0 else str(root.strerror)
+        return text[:1].lower() + text[1:]
+    return str(root) or type(root).__name__

@@ -123,6 +123,7 @@ def converse(operation: Operation[T], policy: Policy) -> Exchange[T]:
                 raise lost from failure
         elif isinstance(reply, ConnectionLost):
             failure = lost = reply
+            lost.tries = attempt + 1
         else:
             raise TypeError("a Request is answered by a Response or a ConnectionLost")
         wait = _wait(policy, attempt, failure)
@@ -137,7 +138,7 @@ def refusal(reply: Response) -> RequestError | UnexpectedReply:
     retry_after = _retry_after(reply.headers.get("retry-after"))
     try:
         problem = json.loads(reply.body[:_MAX_ERROR].tobytes())
-    except ValueError:
+    except (ValueError, RecursionError):  # a stranger's page, or worse
         problem = None
     if not isinstance(problem, dict) or not isinstance(problem.get("code"), str):
         text = f"HTTP status {reply.status}, and not in the form of flashwire's errors"

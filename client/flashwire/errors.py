@@ -43,7 +43,22 @@ class FlashwireError(Exception):
 
 
 class ConnectionLost(FlashwireError):
-    """The server could not be reached, or went away before its reply was complete."""
+    """The server could not be reached, or went away before its reply was complete.
+
+    detail   which server, and what happened
+    hint     what to look at, if anything
+    tries    how often it was tried
+    """
+
+    def __init__(self, detail: str, hint: str = "") -> None:
+        self.detail = detail
+        self.hint = hint
+        self.tries = 1
+        super().__init__(detail, hint)
+
+    def __str__(self) -> str:
+        text = self.detail if self.tries == 1 else f"{self.detail} ({self.tries} tries)"
+        return f"{text}. {self.hint}" if self.hint else text
 
 
 class TransportTimeout(ConnectionLost):

@@ -160,19 +160,21 @@ def plan(
 ) -> Operation[Plan]:
     """What an attention of these shapes would cost, without computing it: a Plan.
 
-    k_shape and v_shape are q's by default. Options are those of flashwire.options.PlanOptions.
+    k_shape is q's by default, and v_shape is k's.
 
+    options         those of flashwire.options.PlanOptions
     sram_elements   elements of fast memory to count traffic for
     """
     refuse_unknown("plan", options, PlanOptions.__annotations__)
     rest: dict[str, Any] = dict(options)
     name = tensors.dtype_name(dtype)
     headers = {"q": _header("q", q_shape, name)}
-    shapes = {"k": k_shape, "v": v_shape}
+    shapes = {"k": k_shape, "v": k_shape if v_shape is None else v_shape}
     shapes |= {n: rest.pop(f"{n}_shape", None) for n in _SHAPING if n not in wire.OFFSETS}
     for tensor, shape in shapes.items():
         if shape is not None:
             headers[tensor] = _header(tensor, shape, "bool" if tensor == "mask" else name)
+    _refuse_packed_layout(rest)
     offsets = {n: _integers(n, rest.pop(n)) for n in wire.OFFSETS if rest.get(n) is not None}
     values = _canonical(_with_dropout(rest) | {"sram_elements": sram_elements}) | offsets
     layout = wire.lay_out(values, headers, payload=False)
@@ -212,7 +214,16 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
         raise Invalid(exc.detail, field=exc.field) from None
 
 
+def _refuse_packed_layout(options: Mapping[str, Any]) -> None:
+    """In the server's words: a layout that is the default does not travel, so it cannot say it."""
+    packed = any(options.get(name) is not None for name in wire.OFFSETS)
+    if packed and options.get("layout") is not None:
+        raise Invalid("packed tensors are (T, H, D); layout must be absent", field="layout")
+
+
 def _with_dropout(options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("seed") is not None and options.get("dropout") is None:
+        raise Invalid("is that of dropout, which is not given", field="seed")
     dropout = {"p": options.pop("dropout", 0.0), "seed": options.pop("seed", None)}
     return options | {"dropout": dropout}
 
@@ -222,6 +233,7 @@ def _forward(
 ) -> tuple[dict[str, Any], dict[str, Payload]]:
     """Canonical options and packed tensors of an attention."""
     rest: dict[str, Any] = dict(options)
+    _refuse_packed_layout(rest)
     dtype = rest.pop("dtype", None)
     shaping = {name: rest.pop(name, None) for name in _SHAPING}
     return _canonical(_with_dropout(rest)), _pack({**given, **shaping}, dtype)

@@ -5,11 +5,18 @@ The only module of the client that imports torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Unpack, overload
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as exc:
+    if exc.name != "torch":
+        raise
+    hint = "flashwire.torch needs torch: pip install 'flashwire[torch]'"
+    raise ImportError(hint, name="torch") from None
 
 from flashwire.client import Client
 from flashwire.errors import ConnectionLost, Gone, Invalid, NotFound, SecondDerivative
@@ -60,12 +67,26 @@ def flash_attention(
     at the first backward; a graph walked again, or one whose residual is gone, is computed from the
     tensors that the graph itself holds. Under no_grad nothing is kept anywhere. mask and offsets
     have no gradient; neither has alibi_slopes, and one that requires it is refused. Second
-    derivatives raise SecondDerivative.
+    derivatives raise SecondDerivative. torch.compile leaves this call as it is (a graph break).
     """
     refuse_unknown("flash_attention", options, AttentionOptions.__annotations__)
     if not isinstance(client, Client):
         raise TypeError(f"client must be a flashwire.Client, got {type(client).__name__}")
-    rest: dict[str, Any] = dict(options)
+    run: Any = _flash_attention
+    if "torch._dynamo" in sys.modules:  # loading it takes seconds, so not before others need it
+        run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return run(q, k, v, client, return_lse, dict(options))  # type: ignore[no-any-return]
+
+
+def _flash_attention(
+    q: Any, k: Any, v: Any, client: Client, return_lse: bool, rest: dict[str, Any]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            got = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+            raise Invalid(
+                f"must be a torch.Tensor, got {got}: Client.attention takes NumPy", field=name
+            )
     dtype = rest.pop("dtype", None)
     if dtype is not None:
         kind = getattr(torch, dtype_name(dtype))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashwire_kernels.api import backward, forward
     from flashwire_kernels.autograd import flash_attention
-    from flashwire_kernels.check import check
     from flashwire_kernels.errors import (
         AttentionError,
         InvalidAttention,
@@ -46,7 +45,6 @@ __all__ = [
     "Violation",
     "Wanted",
     "backward",
-    "check",
     "flash_attention",
     "forward",
 ]
@@ -55,7 +53,6 @@ _HOMES = MappingProxyType(
     {
         "api": ("backward", "forward"),
         "autograd": ("flash_attention",),
-        "check": ("check",),
         "errors": (
             "AttentionError",
             "InvalidAttention",
@@ -76,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value  # a submodule of the same name ("check") must not stand in its place
+    globals()[name] = value
     return value
 
 

@@ -85,7 +85,8 @@ def forward(
     )
     name, skipped = _choose(backend, call.problem, q.device)
     _check_memory(name, call.problem, memory_limit, backward=False)
-    out, lse = _load(name).forward(call.problem, call.inputs)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = _load(name).forward(call.problem, call.inputs)
     return Forward(
         out=call.restore(out),
         lse=call.restore_lse(lse),
@@ -140,14 +141,15 @@ def backward(
     name, skipped = _choose(backend, call.problem, q.device)
     _check_memory(name, call.problem, memory_limit, backward=True)
     runner = _load(name)
-    if out is None or lse is None:
-        seen_out, seen_lse = runner.forward(call.problem, call.inputs)
-    else:
-        seen_out, seen_lse = call.view(out), call.view_lse(lse)
     seen_dlse = None if dlse is None else call.view_lse(dlse)
-    found = runner.backward(
-        call.problem, call.inputs, seen_out, seen_lse, call.view(dout), seen_dlse, wanted
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        if out is None or lse is None:
+            seen_out, seen_lse = runner.forward(call.problem, call.inputs)
+        else:
+            seen_out, seen_lse = call.view(out), call.view_lse(lse)
+        found = runner.backward(
+            call.problem, call.inputs, seen_out, seen_lse, call.view(dout), seen_dlse, wanted
+        )
     gradients = Gradients(
         dq=call.restore(found.dq),
         dk=call.restore(found.dk),
@@ -265,6 +267,8 @@ def _check_kind(tensors: Mapping[str, Any]) -> list[Violation]:
     ]
     if wrong:
         return wrong
+    if tensors["q"].is_meta:
+        return [Violation("q", "is on the meta device, which holds no data")]
     for name, t in tensors.items():
         if t.layout is not torch.strided:
             wrong.append(Violation(name, f"must be dense in memory, got {t.layout}"))

@@ -76,6 +76,7 @@ class Report:
     got: str
     want: str
     skipped: tuple[Skipped, ...] = ()
+    precision: str = "ieee"  # of what this library computed
 
     @property
     def passed(self) -> bool:
@@ -124,7 +125,13 @@ def check(
         )
         for name, t in got.tensors.items()
     }
-    return Report(tensors=tensors, got=got.name, want=want.name, skipped=got.skipped)
+    return Report(
+        tensors=tensors,
+        got=got.name,
+        want=want.name,
+        skipped=got.skipped,
+        precision=got.precision if mine is None else want.precision,
+    )
 
 
 def compare(
@@ -160,6 +167,7 @@ class _Side:
     name: str
     tensors: Tensors
     skipped: tuple[Skipped, ...] = ()
+    precision: str = "ieee"
 
 
 def _resolve(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> api._Call:
@@ -256,4 +264,4 @@ def _run(
         ).gradients
         found = {"dq": g.dq, "dk": g.dk, "dv": g.dv, "dbias": g.dbias, "dsinks": g.dsinks}
         tensors |= {name: t for name, t in found.items() if t is not None}
-    return _Side(forward.backend, tensors, forward.skipped)
+    return _Side(forward.backend, tensors, forward.skipped, forward.precision)

@@ -13,7 +13,6 @@ Counting rules
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +87,7 @@ def plan(
         raise InvalidAttention(wrong)
 
     heads, item = problem.heads_q, ITEM_SIZE[problem.dtype]
-    lengths = Counter(problem.sequences)
+    lengths = problem.lengths
     bands = {(lq, lk): Band.of(problem.spec, lq, lk) for lq, lk in lengths}
     pairs = heads * sum(n * bands[ls].visible_pairs(*ls) for ls, n in lengths.items())
     all_pairs = heads * sum(n * lq * lk for (lq, lk), n in lengths.items())

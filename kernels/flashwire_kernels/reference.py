@@ -105,12 +105,10 @@ def backward64(
         visible, dropout = scores.visible, dropout_factor(problem, part, x)
         p = probabilities(scores, part_lse)
 
-        # delta - dlse per row. A row that sees nothing has out 0, whatever its dout holds; and
-        # an lse of -inf depends on nothing.
+        # delta - dlse per row. A row that sees nothing has out 0, whatever its dout holds.
         row = (do * exact(part.of_q(out))).sum(-1).masked_fill(~visible.any(-1), 0)
         if dlse is not None:
             row = row - part.of_q(dlse)
-        row = row.masked_fill(part_lse == -_INF, 0)
 
         ds = (p * ((do @ v.mT) * dropout - row[..., None])).masked_fill(~visible, 0)
         draw = (ds * scores.steepness * problem.scale).masked_fill(~visible, 0)
@@ -122,7 +120,8 @@ def backward64(
             target += ds.sum_to_size(target.shape)
         if dsinks is not None:
             p_sink = (sink_logits(problem, x)[..., 0] - part_lse).exp()
-            dsinks -= (p_sink * row).masked_fill(part_lse == -_INF, 0).sum((0, 2))
+            depends = part_lse != -_INF  # such an lse depends on nothing: no sink, no key
+            dsinks -= (p_sink * row).masked_fill(~depends, 0).sum((0, 2))
     return Gradients(dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
 
 
@@ -169,10 +168,11 @@ class Part:
 
 
 def parts(problem: Problem) -> Iterator[Part]:
-    """The problem in pieces that do not touch each other; together, every visible pair."""
+    """The problem in pieces that do not touch each other; together, every row and visible pair."""
+    if not problem.heads_q or not problem.len_q:
+        return
     if not problem.packed:
-        scores = problem.heads_q * problem.len_q * problem.len_k
-        step = max(1, _SCORES_AT_ONCE // max(1, scores))
+        step = max(1, _SCORES_AT_ONCE // (problem.heads_q * problem.len_q * max(1, problem.len_k)))
         for b in range(0, problem.batch, step):
             batch = range(b, min(b + step, problem.batch))
             yield Part(False, batch, slice(0, problem.len_q), slice(0, problem.len_k))
@@ -180,7 +180,8 @@ def parts(problem: Problem) -> Iterator[Part]:
     first_q = first_k = 0
     for b, (len_q, len_k) in enumerate(problem.sequences):
         rows, keys = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
-        yield Part(True, range(b, b + 1), rows, keys)
+        if len_q:
+            yield Part(True, range(b, b + 1), rows, keys)
         first_q, first_k = rows.stop, keys.stop
 
 
@@ -251,7 +252,8 @@ def sink_logits(problem: Problem, x: Inputs) -> torch.Tensor:
 
 def probabilities(scores: Scores, lse: torch.Tensor) -> torch.Tensor:
     """exp(s - lse) where visible, exactly 0 elsewhere."""
-    return (scores.s - lse[..., None]).exp().masked_fill(~scores.visible, 0)
+    # At most 1, also where rounding to float32 has moved a huge lse below its score.
+    return (scores.s - lse[..., None]).clamp(max=0).exp().masked_fill(~scores.visible, 0)
 
 
 def dropout_factor(problem: Problem, part: Part, x: Inputs) -> torch.Tensor:

@@ -6,6 +6,8 @@ A new backend is a name in BACKENDS and a row in _REASONS, _EXTRA_BYTES and api'
 from __future__ import annotations
 
 import difflib
+import math
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -17,6 +19,10 @@ from flashwire_kernels.validation import Problem
 
 BACKENDS = ("triton", "cpu", "reference")
 """Fastest first: the order in which "auto" asks them."""
+
+_REFERENCE_SCORES_AT_ONCE = 1 << 22
+_CPU_SCORES_AT_ONCE = 1 << 18
+_SMALLEST, _LARGEST = 1e-280, 1e280  # factors with which float64 has room for scores
 
 
 def reasons(backend: str, problem: Problem, device: str) -> tuple[str, ...]:
@@ -53,25 +59,47 @@ def _reference(problem: Problem, device: str) -> list[str]:
 
 
 def _cpu(problem: Problem, device: str) -> list[str]:
-    if device.partition(":")[0] == "cpu":
-        return []
-    return [f"device: the tensors are on {device!r}, this backend computes on 'cpu' only"]
+    reasons = []
+    if device.partition(":")[0] != "cpu":
+        said = f"device: the tensors are on {device!r}, this backend computes on 'cpu' only"
+        reasons.append(said)
+    beyond = [f for f in score_factors(problem) if f and not _SMALLEST <= abs(f) <= _LARGEST]
+    if beyond:
+        what = "scale, softcap or scale / softcap" if problem.spec.softcap else "scale"
+        said = f"{what} is {beyond[0]:g}; this backend computes with {_SMALLEST:g} to {_LARGEST:g}"
+        reasons.append(said)
+    return reasons
+
+
+def score_factors(problem: Problem) -> tuple[float, ...]:
+    """What the cpu backend multiplies scores by."""
+    scale, softcap = problem.scale, problem.spec.softcap
+    if softcap is None:
+        return (scale,)
+    ratio = scale / softcap if abs(scale) <= softcap * sys.float_info.max else math.inf
+    return scale, softcap, ratio
 
 
 def _reference_bytes(problem: Problem, backward: bool) -> int:
-    """Scores and what is derived from them in float64, a few batch rows at a time."""
-    largest = max((lq * lk for lq, lk in problem.sequences), default=0) * problem.heads_q
-    return (9 if backward else 6) * ITEM_SIZE["float64"] * largest
+    """float64 copies of the tensors, and some batch rows' scores with what follows from them."""
+    pairs = [(problem.heads_q * lq * lk, n) for (lq, lk), n in problem.lengths.items() if n]
+    largest = max((scores for scores, _ in pairs), default=0)
+    total = sum(scores * n for scores, n in pairs)
+    at_once = max(largest, min(total, _REFERENCE_SCORES_AT_ONCE))
+    copies = _elements(problem) * (3 if backward else 1)
+    return ITEM_SIZE["float64"] * (copies + at_once * (9 if backward else 6))
 
 
 def _cpu_bytes(problem: Problem, backward: bool) -> int:
     """Wide, padded copies of the tensors and a few tiles."""
-    item = ITEM_SIZE[problem.lse_dtype]
-    q, k = problem.tokens_q * problem.heads_q, problem.tokens_k * problem.heads_kv
-    dim, dim_v = problem.dim + 16, problem.dim_v + 16
-    forward = q * (dim + dim_v) + k * (dim + dim_v)
-    tiles = 8 << 20
-    return item * forward * (3 if backward else 1) + tiles
+    copies = _elements(problem, padding=16) * (3 if backward else 1)
+    return ITEM_SIZE[problem.lse_dtype] * (copies + 4 * _CPU_SCORES_AT_ONCE)
+
+
+def _elements(problem: Problem, padding: int = 0) -> int:
+    """Of q, k, v and out."""
+    rows = problem.tokens_q * problem.heads_q + problem.tokens_k * problem.heads_kv
+    return rows * (problem.dim + problem.dim_v + 2 * padding)
 
 
 def _triton_bytes(problem: Problem, backward: bool) -> int:

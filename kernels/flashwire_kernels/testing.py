@@ -25,6 +25,7 @@ class Case:
     mask, bias   their shapes by letters: "bhqk" is full, "b11k" broadcasts over heads and queries,
                  "k" has rank 1
     alibi        slopes of shape "h" or "bh"
+    sinks        one per head, the last of several heads' -inf: it has none
     padding      packed rows beyond the last offset
     blind_rows   with a mask: every fifth query sees nothing
     poison       NaN and Inf wherever nothing visible is: keys that no query sees, queries that see
@@ -172,6 +173,7 @@ class _Draw:
             found["alibi_slopes"] = (self._uniform(case.alibi) / 2).to(_dtype(case.dtype))
         if case.sinks:
             found["sinks"] = self._normal((case.heads_q,))
+            found["sinks"][1:][-1:] = -torch.inf
         return found
 
     def _shape(self, letters: str) -> tuple[int, ...]:
@@ -236,7 +238,7 @@ def _poison(
     ignored = ~seen_q
     if case.sinks:  # the sink takes the dlse of a row that sees nothing else
         for part in parts(problem):
-            part.of_q(ignored).fill_(False)
+            part.of_q(ignored).logical_and_(optional["sinks"][:, None] == -torch.inf)
     rows["dlse"][ignored] = torch.nan
 
 

@@ -16,6 +16,8 @@ from flashwire_kernels.errors import InvalidAttention, Violation
 CausalAlign = Literal["bottom_right", "top_left"]
 Layout = Literal["bhld", "blhd"]
 Precision = Literal["ieee", "tf32"]
+MAX_SIZE = 2**31 - 1  # of a dimension
+MAX_ELEMENTS = 2**48  # of a tensor; a size of 0 counts as 1, since strides do not know it
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 OFFSET_DTYPES = ("int32", "int64")
 ITEM_SIZE = {

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashwire_kernels.errors import InvalidAttention, Violation
-from flashwire_kernels.types import FLOAT_DTYPES, OFFSET_DTYPES, AttentionSpec, TensorHeader
+from flashwire_kernels.types import (
+    FLOAT_DTYPES,
+    MAX_ELEMENTS,
+    MAX_SIZE,
+    OFFSET_DTYPES,
+    AttentionSpec,
+    TensorHeader,
+)
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 TENSORS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", *OFFSETS)
@@ -62,14 +71,19 @@ class Problem:
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """(len_q, len_k) of every batch row or packed sequence."""
-        if self.offsets_q is None or self.offsets_k is None:
-            return [(self.len_q, self.len_k)] * (0 if self.packed else self.batch)
+        """(len_q, len_k) of every packed sequence; empty before the offsets are known."""
         lens = (
-            [b - a for a, b in itertools.pairwise(offsets)]
+            [b - a for a, b in itertools.pairwise(offsets or ())]
             for offsets in (self.offsets_q, self.offsets_k)
         )
         return list(zip(*lens, strict=True))
+
+    @property
+    def lengths(self) -> Counter[tuple[int, int]]:
+        """How many batch rows or packed sequences have which (len_q, len_k)."""
+        if self.packed:
+            return Counter(self.sequences)
+        return Counter({(self.len_q, self.len_k): self.batch})
 
     def with_offsets(self, offsets_q: Sequence[int], offsets_k: Sequence[int]) -> Problem:
         """The same packed problem once the values of cu_seqlens_q and cu_seqlens_k are known.
@@ -108,6 +122,7 @@ def resolve(spec: AttentionSpec, headers: Mapping[str, TensorHeader]) -> Problem
         for name in headers
         if name not in TENSORS
     ]
+    wrong += [too_large for name in headers for too_large in check_size(name, headers[name])]
     if wrong:
         raise InvalidAttention(wrong)
     wrong = _check_dtypes(headers)
@@ -118,6 +133,20 @@ def resolve(spec: AttentionSpec, headers: Mapping[str, TensorHeader]) -> Problem
     if wrong or problem is None:
         raise InvalidAttention(wrong)
     return problem
+
+
+def check_size(name: str, header: TensorHeader) -> list[Violation]:
+    """Sizes that no machine could hold, were it not for a 0 among them, are refused as such."""
+    wrong = [
+        Violation(name, f"sizes go up to {MAX_SIZE}, got {size}")
+        for size in header.shape
+        if size > MAX_SIZE
+    ]
+    elements = math.prod(max(1, size) for size in header.shape)
+    if not wrong and elements > MAX_ELEMENTS:
+        got = list(header.shape)
+        wrong.append(Violation(name, f"tensors have at most {MAX_ELEMENTS} elements, got {got}"))
+    return wrong
 
 
 def _check_dtypes(headers: Mapping[str, TensorHeader]) -> list[Violation]:

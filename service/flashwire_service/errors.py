@@ -1,10 +1,14 @@
 """How a request fails: code -> status, title, when to come back. One table, on the client's own.
 
 Codes are raised as Refusal in the front end, and come from workers as frames.Failure.
+
+A process without a file descriptor or mapping to spare is as full as its queue, and for the same
+reason: more requests than it can hold. It answers queue_full, which may be tried again.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +38,14 @@ _TITLES = {
 }
 # Seconds until a caller may try again, where the failure itself does not say.
 _RETRY_AFTER = {"queue_full": 1.0, "no_worker": 2.0, "worker_died": 2.0, "draining": 5.0}
+
+EXHAUSTED = "the server holds as many requests as the system gives it file descriptors for"
+_EXHAUSTION = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether the system has no descriptor or mapping to give for now."""
+    return isinstance(error, OSError) and error.errno in _EXHAUSTION
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
 from flashwire_service.ipc.frames import Frame, Start
-from flashwire_service.settings import Settings
+from flashwire_service.settings import Settings, secret_variables
 
 _PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 10.0  # the Start frame is sent before the child exists
@@ -43,7 +43,9 @@ class Child:
         fd: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `python -m module` and hand it fd. `environment` is added to this process's own."""
+        """Start `python -m module` and hand it fd. `environment` is added to this process's own,
+        without its secrets.
+        """
         ours, theirs = socketpair()
         self.control = Channel(ours)
         self.started = time.monotonic()
@@ -96,7 +98,12 @@ class Child:
 def _spawn(
     command: Sequence[str], fd: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A signal mask is inherited, so there is no moment at which Ctrl-C could hit the child."""
+    """A signal mask is inherited, so there is no moment at which Ctrl-C could hit the child.
+
+    Secrets come with the settings, over the control channel; its environment is for all to inherit.
+    """
+    secrets = secret_variables()
+    inherited = {name: value for name, value in os.environ.items() if name not in secrets}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module
@@ -104,7 +111,7 @@ def _spawn(
             stdin=subprocess.DEVNULL,
             stdout=2,  # the supervisor's stdout is for its one line
             pass_fds=[fd],
-            env={**os.environ, **environment},
+            env={**inherited, **environment},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

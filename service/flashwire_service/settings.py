@@ -2,12 +2,14 @@
 
 Each is read from its flag (`--grace-s`), else from its variable (`FLASHWIRE_GRACE_S`), else it has
 its default. Secrets have a variable only: a command line is visible to all users of a machine.
-`load` reports every mistake at once, before anything starts.
+`load` reports every mistake at once, before anything starts; a variable that begins like ours and
+is none of ours is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import hmac
 import ipaddress
@@ -22,7 +24,15 @@ from typing import Any
 import msgpack
 
 PREFIX = "FLASHWIRE_"
+CLIENT_KEY = PREFIX + "API_KEY"
+_OTHERS = frozenset({CLIENT_KEY, PREFIX + "URL", PREFIX + "PUBLISH"})  # the client's, and compose's
+# What Kubernetes tells each pod about a Service named flashwire, or flashwire-something.
+_SERVICE_LINK = re.compile(
+    PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)"
+)
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 _UNITS = {"": 1, "k": 2**10, "ki": 2**10, "m": 2**20, "mi": 2**20, "g": 2**30, "gi": 2**30}
+_BYTES, _SECONDS = "BYTES", "SECONDS"  # metavars
 
 
 class SettingsError(ValueError):
@@ -135,9 +145,14 @@ def machine_signing_key() -> bytes:
 
 
 def _setting(
-    default: Any, parse: Callable[[str], Any], meaning: str, *, secret: bool = False
+    default: Any,
+    parse: Callable[[str], Any],
+    meaning: str,
+    metavar: str = "",
+    *,
+    secret: bool = False,
 ) -> Any:
-    metadata = {"parse": parse, "meaning": meaning, "secret": secret}
+    metadata = {"parse": parse, "meaning": meaning, "metavar": metavar, "secret": secret}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -147,29 +162,40 @@ def _setting(
 class Settings:
     """The settings of one service, read once. Sizes in bytes; `_s` seconds, `_ms` milliseconds."""
 
-    host: str = _setting("127.0.0.1", _text, "address to listen on")
-    port: int = _setting(8000, _integer(0, 65535), "port to listen on; 0 takes a free one")
-    device: str = _setting("auto", _device, "where to compute: auto, cpu, cuda or cuda:N")
-    threads: int = _setting(0, _integer(0, 1024), "CPU threads of a worker; 0: its share of cores")
-    workers: int = _setting(1, _integer(1, 64), "compute processes, one for each device")
-    frontends: int = _setting(1, _integer(1, 64), "HTTP processes")
-    max_body_bytes: int = _setting(2**30, _size(1024), "largest request body")
-    max_header_bytes: int = _setting(32 * 2**10, _size(1024), "largest HTTP request head")
+    host: str = _setting("127.0.0.1", _text, "address to listen on", "HOST")
+    port: int = _setting(8000, _integer(0, 65535), "port to listen on; 0 takes a free one", "PORT")
+    device: str = _setting("auto", _device, "where to compute: auto, cpu, cuda or cuda:N", "DEVICE")
+    threads: int = _setting(
+        0, _integer(0, 1024), "CPU threads of a worker; 0: its share of cores", "N"
+    )
+    workers: int = _setting(1, _integer(1, 64), "compute processes, one for each device", "N")
+    frontends: int = _setting(1, _integer(1, 64), "HTTP processes", "N")
+    max_body_bytes: int = _setting(2**30, _size(1024), "largest request body", _BYTES)
+    max_header_bytes: int = _setting(32 * 2**10, _size(1024), "largest HTTP request head", _BYTES)
     min_upload_rate: int = _setting(
-        16 * 2**10, _size(0), "bytes per second that an upload must keep up; 0: any"
+        16 * 2**10, _size(0), "bytes per second that an upload must keep up; 0: any", _BYTES
     )
-    queue_requests: int = _setting(64, _integer(1, 10**6), "requests a worker lets wait")
-    queue_bytes: int = _setting(4 * 2**30, _size(1024), "bytes of requests a worker lets wait")
+    queue_requests: int = _setting(64, _integer(1, 10**6), "requests a worker lets wait", "N")
+    queue_bytes: int = _setting(
+        4 * 2**30, _size(1024), "bytes of requests a worker lets wait", _BYTES
+    )
     max_timeout_ms: int = _setting(
-        300_000, _integer(1, 86_400_000), "longest wait for queue and compute; also the default"
+        300_000, _integer(1, 86_400_000),
+        "longest wait for queue and compute; also the default", "MILLISECONDS",
+    )  # fmt: skip
+    residual_ttl_s: float = _setting(600.0, _seconds(0.1), "life of a saved forward", _SECONDS)
+    residual_bytes: int = _setting(
+        2 * 2**30, _size(0), "bytes of saved forwards a worker holds", _BYTES
     )
-    residual_ttl_s: float = _setting(600.0, _seconds(0.1), "life of a saved forward")
-    residual_bytes: int = _setting(2 * 2**30, _size(0), "bytes of saved forwards a worker holds")
     max_materialise_bytes: int = _setting(
-        2 * 2**30, _size(1024), "largest L x L intermediate of the reference and of checks"
+        2 * 2**30, _size(1024), "largest L x L intermediate of the reference and of checks", _BYTES
     )
-    keep_alive_s: float = _setting(75.0, _seconds(0.1), "how long an idle connection stays open")
-    grace_s: float = _setting(30.0, _seconds(0), "how long a stop waits for requests in flight")
+    keep_alive_s: float = _setting(
+        75.0, _seconds(0.1), "how long an idle connection stays open", _SECONDS
+    )
+    grace_s: float = _setting(
+        30.0, _seconds(0), "how long a stop waits for requests in flight", _SECONDS
+    )
     api_keys: tuple[bytes, ...] = _setting(
         (), _key_digests, "keys that callers must send, separated by commas", secret=True
     )
@@ -179,10 +205,10 @@ class Settings:
     )  # fmt: skip
     allow_open: bool = _setting(False, _flag, "listen beyond this machine without any key")
     cors_origins: tuple[str, ...] = _setting(
-        (), _origins, "web origins that browsers may call from, separated by commas"
+        (), _origins, "web origins that browsers may call from, separated by commas", "ORIGINS"
     )
     log_level: str = _setting(
-        "info", _choice("debug", "info", "warning", "error"), "least severe message to log"
+        "info", _choice("debug", "info", "warning", "error"), "least severe message to log", "LEVEL"
     )
 
     def accepts_key(self, key: str) -> bool:
@@ -209,14 +235,22 @@ def key_digest(key: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table of settings. `flag` is None for a secret."""
+    """One row of the table of settings. `flag` is None for a secret, `metavar` names its value."""
 
     name: str
     flag: str | None
     variable: str
     default: Any
     meaning: str
+    metavar: str
     parse: Callable[[str], Any]
+
+    @property
+    def default_text(self) -> str:
+        """The default as one would write it, sizes with a unit; "" where it is to have none."""
+        if self.default == ():
+            return ""
+        return size_text(self.default) if self.metavar == _BYTES else str(self.default)
 
     @property
     def is_switch(self) -> bool:
@@ -233,8 +267,23 @@ def table() -> Iterator[Row]:
             variable=PREFIX + field.name.upper(),
             default=field.default,
             meaning=meta["meaning"],
+            metavar=meta["metavar"],
             parse=meta["parse"],
         )
+
+
+def size_text(size: int) -> str:
+    """A size with the largest unit that divides it: 64MiB."""
+    for unit in ("GiB", "MiB", "KiB"):
+        factor = _UNITS[unit[:2].lower()]
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def secret_variables() -> frozenset[str]:
+    """Variables whose values nobody but the supervisor needs to see."""
+    return frozenset(row.variable for row in table() if row.flag is None)
 
 
 def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
@@ -242,6 +291,8 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
 
     Raises SettingsError with every mistake.
     """
+    links = _service_links(environ)
+    environ = {name: value for name, value in environ.items() if name not in links}
     values: dict[str, Any] = {}
     mistakes: dict[str, str] = {}
     for row in table():
@@ -260,9 +311,44 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     for involved, line in _contradictions(settings):
         if involved.isdisjoint(mistakes):
             lines.append(line)
+    lines += [*_unknown(environ), *([_service_links_line(links)] if links else [])]
     if lines:
         raise SettingsError(lines)
     return settings
+
+
+def warnings(settings: Settings, environ: Mapping[str, str]) -> Iterator[str]:
+    """What is no mistake, and most likely not what was meant."""
+    if CLIENT_KEY in environ and not settings.api_keys:
+        keys = f"keys of the server are {PREFIX}API_KEYS, and none is set"
+        yield f"{CLIENT_KEY} is the client's; {keys}"
+
+
+def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
+    """A line for each variable that looks like a setting and is none."""
+    known = [row.variable for row in table()]
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known and name not in _OTHERS:
+            (near,) = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
+            yield f"{name}: there is no such setting; nearest is {near}"
+
+
+def _service_links(environ: Mapping[str, str]) -> list[str]:
+    """Variables that Kubernetes made of a Service whose name begins like ours."""
+    return sorted(
+        name
+        for name, value in environ.items()
+        if _SERVICE_LINK.fullmatch(name)
+        or (name.startswith(PREFIX) and name.endswith("PORT") and _SERVICE_ADDRESS.match(value))
+    )
+
+
+def _service_links_line(names: list[str]) -> str:
+    said = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return (
+        f"{said}: set by Kubernetes for a Service of this name, not by you: "
+        "say `enableServiceLinks: false` in the pod's spec, or name the Service otherwise"
+    )
 
 
 def _contradictions(settings: Settings) -> Iterator[tuple[set[str], str]]:

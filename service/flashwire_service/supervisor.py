@@ -181,23 +181,27 @@ class Supervisor:
                 self._start(place)
 
     def _start(self, place: Place) -> None:
-        if place.role == "worker":
-            place.heartbeat = Heartbeat.create()
-            module, environment = WORKER, worker_environment(self._settings)
-            fd, peers = place.heartbeat.memory.fd, self._fronts
-        else:
-            module, environment = FRONT, FRONT_ENVIRONMENT
-            fd, peers = self._listener.fileno(), self._workers
         try:
+            if place.role == "worker":
+                place.heartbeat = Heartbeat.create()
+                module, environment = WORKER, worker_environment(self._settings)
+                fd, peers = place.heartbeat.memory.fd, self._fronts
+            else:
+                module, environment = FRONT, FRONT_ENVIRONMENT
+                fd, peers = self._listener.fileno(), self._workers
             child = Child(module, place.index, self._settings, fd, environment)
-        except OSError as e:  # the system has no process or memory to give, for now
+        except OSError as e:  # no process, memory or descriptor to be had, for now
             self._failed(place, time.monotonic(), reason=f"cannot be started: {e.strerror}")
             return
         place.child, place.ready_since = child, None
         self._selector.register(child.control, selectors.EVENT_READ, place)
         self._log.info("started", child=place.name, pid=child.pid)
-        for peer in peers:
-            _connect(place, peer)
+        try:
+            for peer in peers:
+                _connect(place, peer)
+        except OSError as e:  # one that nobody can reach is of no use
+            self._log.warning("unreachable", child=place.name, why=e.strerror)
+            child.kill()
 
     # What happens
 

@@ -163,18 +163,39 @@ def test_release(server: Any, client: Client, qkv: Any) -> None:
 def test_check(server: Any, client: Client, qkv: Any) -> None:
     found = {"max_abs": 1e-7, "rel": 2e-7, "budget": 1e-6, "pass": True,
              "worst": {"index": [0, 1, 2, 3], "got": 1.0, "want": "NaN"}}  # fmt: skip
-    values = {"pass": True, "tensors": {"out": found, "lse": found | {"worst": None}}, "meta": {}}
+    values = {
+        "pass": True,
+        "tensors": {"out": found, "lse": found | {"worst": None}},
+        "meta": {"got": "cpu", "want": "reference"},
+    }
     server.script = [(200, {"content-type": wire.MEDIA_TYPE}, msgpack.packb(values))]
     report = client.check(*qkv, causal=True, mine={"out": qkv[0]}, backends=("cpu", "reference"))
     assert report.passed
     assert report.tensors["out"].worst.index == (0, 1, 2, 3)
     assert np.isnan(report.tensors["out"].worst.want)
     assert report.tensors["lse"].worst is None
+    assert str(report).splitlines() == [
+        "tensor  max abs  relative  budget  used        worst",
+        "out     1e-07    2e-07     1e-06   10.00%  ok  at [0, 1, 2, 3]: got 1, want nan",
+        "lse     1e-07    2e-07     1e-06   10.00%  ok",
+        "cpu against reference: within budget",
+    ]
+    assert repr(report).startswith("CheckReport(passed=True, ")
     message = wire.decode(server.last.body, wire.CHECK)
     assert message.options == {
         "backends": ["cpu", "reference"], "request": {"causal": True}, "mine": {},
     }  # fmt: skip
     assert set(message.tensors) == {"request.q", "request.k", "request.v", "mine.out"}
+
+
+@pytest.mark.parametrize(
+    ("max_abs", "budget", "used"),
+    [(2.0, 1.0, 2.0), (0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (float("inf"), 1.0, float("inf"))],
+)
+def test_share_of_a_budget(max_abs: float, budget: float, used: float) -> None:
+    found = flashwire.TensorCheck(False, max_abs, 0.0, budget)
+    assert found.used == used
+    assert "OVER" in str(flashwire.CheckReport(False, {"out": found}))
 
 
 def test_check_of_results_as_they_come(server: Any, client: Client, qkv: Any) -> None:
@@ -191,8 +212,10 @@ def test_check_of_results_as_they_come(server: Any, client: Client, qkv: Any) ->
 
 
 PLAN = {
-    "backend": "cpu", "skipped": [], "flops_fwd": 1, "flops_bwd": 2, "bytes_materialised_s": 3,
-    "bytes_out_lse": 4, "bytes_min": 5, "bytes_flash": 6, "traffic_reduction": 8.0,
+    "backend": "cpu", "skipped": [], "visible_pairs": 7,
+    "flops_fwd": 1, "flops_bwd": 2, "bytes_materialised_s": 3,
+    "bytes_out_lse": 4, "materialised_ratio": 0.75, "sram_elements": 1024,
+    "bytes_min": 5, "bytes_flash": 6, "traffic_reduction": 8.0,
     "intensity": 9.0, "peak_bytes": 10, "tiles": {"total": 4}, "wire_bytes_up": 11,
     "wire_bytes_down": 12, "estimated_ms": None, "more": 1,
 }  # fmt: skip
@@ -211,9 +234,30 @@ def test_plan(server: Any, client: Client) -> None:
     assert {name: ref.header for name, ref in message.tensors.items()} == {
         "q": wire.Header("bfloat16", (1, 2, 3, 4)),
         "k": wire.Header("bfloat16", (1, 1, 5, 4)),
+        "v": wire.Header("bfloat16", (1, 1, 5, 4)),  # k's, not q's
         "mask": wire.Header("bool", (5,)),
         "bias": wire.Header("bfloat16", (3, 5)),
     }
+
+
+def test_plan_of_other_heads(server: Any, client: Client) -> None:
+    """k and v default to q's, v to k's."""
+    given: list[tuple[Any, set[Any]]] = [
+        (((1, 8, 4, 16),), {("q", (1, 8, 4, 16))}),
+        (
+            ((1, 8, 4, 16), (1, 2, 9, 16)),
+            {("q", (1, 8, 4, 16)), ("k", (1, 2, 9, 16)), ("v", (1, 2, 9, 16))},
+        ),
+        (
+            ((1, 8, 4, 16), None, (1, 8, 4, 3)),
+            {("q", (1, 8, 4, 16)), ("v", (1, 8, 4, 3))},
+        ),
+    ]
+    for shapes, sent in given:
+        server.script = [(200, {"content-type": "application/json"}, json.dumps(PLAN).encode())]
+        client.plan(*shapes, dtype="fp16")
+        message = wire.decode(server.last.body, wire.PLAN)
+        assert {(name, ref.shape) for name, ref in message.tensors.items()} == sent
 
 
 def test_info_and_ready(server: Any, client: Client) -> None:
@@ -231,7 +275,7 @@ def test_info_and_ready(server: Any, client: Client) -> None:
 def test_ready_is_false_without_a_server() -> None:
     with Client("http://127.0.0.1:1") as client:
         assert not client.ready()
-        with pytest.raises(errors.ConnectionLost, match="ConnectError"):
+        with pytest.raises(errors.ConnectionLost, match="connection refused"):
             client.info()
 
 
@@ -247,6 +291,25 @@ def test_unknown_options_are_errors(client: Client, qkv: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("softmax_scale", r"; did you mean 'scale'\?"),
+        ("is_causal", r"; did you mean 'causal'\?"),
+        ("attn_mask", r"; did you mean 'mask' \(boolean\) or 'bias' \(added\)\?"),
+        ("dropout_p", r"; did you mean 'dropout'\?"),
+        ("window_size", r"; did you mean 'window'\?"),
+        ("enable_gqa", "; GQA needs no option"),
+        ("max_seqlen_q", "; not needed"),
+        ("max_seqlen_k", "; not needed"),
+        ("cu_seqlens", "; give both 'cu_seqlens_q' and 'cu_seqlens_k'"),
+    ],
+)
+def test_names_of_torch_and_flash_attn(client: Client, qkv: Any, name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}'{hint}"):
+        client.attention(*qkv, **{name: 1})
+
+
+@pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"scale": object()}, "scale"),
@@ -256,7 +319,13 @@ def test_unknown_options_are_errors(client: Client, qkv: Any) -> None:
         ({"cu_seqlens_q": [0, 2.5]}, "cu_seqlens_q"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
-        ({"seed": -(2**70)}, "dropout"),
+        ({"dropout": 0.5, "seed": 2**64}, "dropout.seed"),
+        ({"dropout": 0.5, "seed": -(2**70)}, "dropout.seed"),
+        ({"seed": 7}, "seed"),
+        ({"window": (1, 2, 3)}, "window"),
+        ({"window": 5}, "window"),
+        ({"layout": "bhld", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4]}, "layout"),
+        ({"layout": "blhd", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4]}, "layout"),
     ],
 )
 def test_what_cannot_be_sent_is_invalid(
@@ -268,7 +337,26 @@ def test_what_cannot_be_sent_is_invalid(
     assert server.received == []
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
+def test_refusals_of_plans_are_those_of_attention(server: Any, client: Client) -> None:
+    with pytest.raises(errors.Invalid, match="packed tensors are") as caught:
+        client.plan((4, 1, 8), dtype="fp16", layout="bhld", cu_seqlens_q=[0], cu_seqlens_k=[0])
+    assert caught.value.field == "layout"
+    with pytest.raises(errors.Invalid, match=r"window: must be a pair .left, right., got 3"):
+        client.plan((1, 1, 4, 8), dtype="fp16", window=(1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(errors.Invalid, match="seed: is that of dropout"):
+        client.plan((1, 1, 4, 8), dtype="fp16", seed=3)
+    assert server.received == []
+
+
+def test_a_seed_may_wait_for_its_dropout(server: Any, client: Client, qkv: Any) -> None:
+    """Code that turns dropout off for evaluation keeps its seed."""
+    client.attention(*qkv, dropout=0.0, seed=7)
+    assert server.last.options == {"dropout": {"p": 0.0, "seed": 7}}
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://x", "http://", "", "http://h:0", "http://h:65536"]
+)
 def test_urls_are_checked(url: str) -> None:
     with pytest.raises(ValueError, match="must be http"):
         Client(url)

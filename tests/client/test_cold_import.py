@@ -87,3 +87,16 @@ def test_the_version_is_the_distributions() -> None:
     import flashwire
 
     assert flashwire.__version__ == version("flashwire")
+
+
+def test_torch_that_is_missing_says_so() -> None:
+    out = run(
+        """
+        try:
+            import flashwire.torch
+        except ImportError as exc:
+            print(exc)
+        """,
+        blocked=("torch",),
+    )
+    assert out == "flashwire.torch needs torch: pip install 'flashwire[torch]'\n"

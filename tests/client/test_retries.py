@@ -1,16 +1,19 @@
 """What is tried again, when, and for how long; and how failures are told."""
 
+import copy
 import email.utils
+import errno
 import socket
 import threading
 import time
+import traceback
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from flashwire import Client, errors
+from flashwire import AsyncClient, Client, errors
 
 
 @pytest.mark.parametrize(
@@ -170,6 +173,7 @@ def test_a_refusal_before_the_body_is_read(qkv: Any) -> None:
         ((307, {"location": "http://elsewhere/"}, b""), "HTTP status 307"),
         ((404, {"content-type": "application/json"}, b'{"detail": "Not Found"}'), "status 404"),
         ((400, {"content-type": "application/json"}, b"[1]"), "HTTP status 400"),
+        ((400, {"content-type": "application/json"}, b"[" * 100_000), "HTTP status 400"),
         ((200, {"content-type": "text/html"}, b"hello"), "'text/html'"),
         ((200, {"content-type": "application/msgpack"}, b"\x81"), "truncated"),
         ((200, {"content-type": "application/msgpack"}, b"\x80"), "no attention's result"),
@@ -230,6 +234,70 @@ def test_foreign_errors_are_mapped(raised: Exception, wanted: type[Exception], q
         with pytest.raises(wanted) as caught:
             client.attention(*qkv)
         assert type(caught.value) is wanted
-        assert caught.value.__cause__ is raised
+        repeated = issubclass(wanted, errors.ConnectionLost)  # it says all that there is
+        assert caught.value.__cause__ is (None if repeated else raised)
+        assert caught.value.__context__ is caught.value.__cause__
         client.close()
         assert not http.is_closed
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_no_server_there(waits: list[float], retries: int) -> None:
+    client = Client("http://127.0.0.1:1/", retries=retries)
+    with client, pytest.raises(errors.ConnectionLost) as caught:
+        client.info()
+    tries = " (4 tries)" if retries else ""
+    wanted = f"http://127.0.0.1:1: connection refused{tries}. Is flashwire-serve running there?"
+    assert str(caught.value) == wanted
+    assert caught.value.__context__ is None
+    assert len("".join(traceback.format_exception(caught.value)).split("Traceback")) == 2
+    again = copy.deepcopy(caught.value)
+    assert (str(again), again.tries) == (wanted, retries + 1)
+
+
+async def test_no_server_there_for_async() -> None:
+    async with AsyncClient("http://127.0.0.1:1", retries=0) as client:
+        with pytest.raises(errors.ConnectionLost, match=r"^http://127\.0\.0\.1:1: connection ref"):
+            await client.info()
+
+
+def test_tls_of_a_server_that_has_none(server: Any, waits: list[float]) -> None:
+    address = server.url.removeprefix("http://")
+    client = Client(f"https://{address}", retries=1)
+    with client, pytest.raises(errors.ConnectionLost, match=r"TLS failed: .* \(2 tries") as caught:
+        client.info()
+    assert str(caught.value).endswith(f"Does it speak TLS? If not, its address is {server.url}")
+
+
+def test_a_host_of_two_addresses(qkv: Any) -> None:
+    """As anyio tells of localhost, by IPv4 and IPv6."""
+    refused = [ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed")] * 2
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("All connection attempts failed") from ExceptionGroup("", refused)
+
+    with httpx.Client(transport=httpx.MockTransport(fail)) as http:
+        client = Client("http://host", retries=0, http=http)
+        with pytest.raises(errors.ConnectionLost, match=r"^http://host: connection refused\. Is "):
+            client.attention(*qkv)
+
+
+def test_silence_says_so(qkv: Any) -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("")
+
+    with httpx.Client(transport=httpx.MockTransport(fail)) as http:
+        client = Client("http://host", retries=0, http=http)
+        with pytest.raises(errors.TransportTimeout, match=r"^http://host: no answer in time$"):
+            client.attention(*qkv)
+
+
+async def test_a_closed_client_says_so(server: Any, qkv: Any) -> None:
+    client, asynchronous = Client(server.url), AsyncClient(server.url)
+    client.close()
+    await asynchronous.aclose()
+    with pytest.raises(errors.FlashwireError, match=r"^the client is closed$"):
+        client.attention(*qkv)
+    with pytest.raises(errors.FlashwireError, match=r"^the client is closed$"):
+        await asynchronous.info()
+    assert server.received == []

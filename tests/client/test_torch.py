@@ -187,3 +187,38 @@ def test_changed_inputs_are_noticed(client: Client, leaves: dict[str, torch.Tens
     q.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_other_arrays_are_refused_by_name(server: Any, client: Client, qkv: Any) -> None:
+    q, k, v = qkv
+    with pytest.raises(errors.Invalid, match=r"q: must be a torch\.Tensor, got numpy\.ndarray"):
+        flash_attention(q, k, v, client=client)
+    with pytest.raises(errors.Invalid, match=r"v: must be a torch\.Tensor, got builtins\.list"):
+        flash_attention(*map(torch.from_numpy, (q, k)), v.tolist(), client=client, dtype="bf16")
+    assert server.received == []
+
+
+def test_compiled_models_run_it_as_it_is(
+    client: Client, leaves: dict[str, torch.Tensor], recwarn: pytest.WarningsRecorder
+) -> None:
+    """A graph break, before and after which the model is compiled."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def model(**x: torch.Tensor) -> torch.Tensor:
+        return flash_attention(**{**x, "q": x["q"] * 2}, client=client, causal=True).sin() + 1
+
+    def gradients(run: Any) -> Any:
+        return torch.autograd.grad(run(**leaves).sum(), list(leaves.values()))
+
+    compiled = gradients(torch.compile(model, backend=keep))
+    torch.testing.assert_close(compiled, gradients(model))
+    assert len(graphs) == 2
+    names = {node.name for graph in graphs for node in graph.graph.nodes}
+    assert {"sin"} <= names
+    with pytest.raises(Exception, match="disable"):
+        torch.compile(model, backend="eager", fullgraph=True)(**leaves)
+    torch.compiler.reset()

@@ -131,7 +131,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start(
         tmp_path_factory.mktemp("narrow"),
         "--max-body-bytes", "1MiB", "--queue-requests", "1", "--residual-ttl-s", "0.5",
-        "--keep-alive-s", "0.4", "--max-materialise-bytes", "64MiB",
+        "--keep-alive-s", "0.4", "--max-materialise-bytes", "256MiB",
         API_KEYS="first-key,second-key",
     )  # fmt: skip
     yield running

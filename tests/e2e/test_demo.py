@@ -84,6 +84,10 @@ def test_every_layer_is_within_budget(demos: list[Demo]) -> None:
     status, said = demo.finish()
     assert status == 0, said
     assert "All 6 layers within budget" in said
+    assert "compute ms" in said
+    assert "trip ms" in said
+    for words in ("against the model's own", "autograd in float64", "the worst of dq, dk and dv"):
+        assert words in said
     rows = table_rows(said)
     assert [int(row[0]) for row in rows] == [layer for layer in range(6) for _ in range(3)]
     assert {tuple(row[1:3]) for row in rows} >= {("model", "out")}

@@ -6,6 +6,7 @@ After each, the same worker answers the next good request.
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -233,6 +234,26 @@ def test_meaningless_requests(server: Any, change: dict[str, Any], field: str) -
     assert field in [reason.partition(":")[0] for reason in document["reasons"]]
 
 
+@pytest.mark.parametrize(
+    "shape", [[0, 2**62, 2**62, 4], [0, 2**64 - 1, 1, 4], [1, 0, 2**40, 2], [0, 2**31 - 1] * 2]
+)
+def test_sizes_beyond_any_machine(server: Any, shape: list[int]) -> None:
+    """No bytes, since one size is 0; and yet nothing that strides could express."""
+    empty = tensor(shape=shape, data=b"")
+    for backend in ("auto", "reference"):
+        body = message(q=empty, k=empty, v=empty, backend=backend)
+        problem(server.post("/attention", content=body), 422, "invalid", "q")
+
+
+def test_an_empty_batch_of_any_size_is_quick(server: Any) -> None:
+    empty = tensor(shape=[2**31 - 1, 1, 0, 2], data=b"")
+    started = time.monotonic()
+    for backend in ("auto", "reference"):
+        body = message(q=empty, k=empty, v=empty, backend=backend)
+        assert server.post("/attention", content=body).status_code == 200
+    assert time.monotonic() - started < 10
+
+
 def test_the_nearest_known_name(server: Any) -> None:
     document = problem(server.post("/attention", json=GOOD | {"cusal": True}), 422, "invalid")
     assert "'causal'" in document["detail"]
@@ -300,6 +321,22 @@ def test_a_full_queue(narrow: Any) -> None:
         assert exc.retry_after >= 1
 
 
+def test_a_worker_without_descriptors(server: Any) -> None:
+    (pid,) = server.worker_pids()
+    x = np.zeros((100_000,), np.float32).reshape(1, 10, 100, 100)
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with server.client(retries=0) as client, pytest.raises(errors.QueueFull) as caught:
+            client.attention(x, x, x)
+        assert caught.value.retry_after
+        server.check_unharmed()  # small bodies need none
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    with server.client() as client:
+        assert client.attention(x, x, x).out.shape == x.shape
+
+
 def test_a_deadline_that_passes(server: Any) -> None:
     started = time.monotonic()
     with server.client() as client, pytest.raises(errors.DeadlineExceeded) as caught:
@@ -321,5 +358,5 @@ def test_more_memory_than_there_is(server: Any, narrow: Any) -> None:
             lambda: client.attention(x, x, x, backend="reference"),
             lambda: client.check(x, x, x),
         ):
-            with pytest.raises(errors.NotEnoughMemory):
+            with pytest.raises(errors.NotEnoughMemory, match="FLASHWIRE_MAX_MATERIALISE_BYTES"):
                 ask()

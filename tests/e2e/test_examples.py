@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ def test_the_curls_of_the_docs_page(server: Any) -> None:
         said = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=30)
         assert "code" not in json.loads(said.stdout), command
     assert "http://" not in page.replace(server.url, "")  # nothing is loaded from elsewhere
+
+
+def test_the_python_of_the_readme(server: Any) -> None:
+    text = README.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2, "NumPy and torch"
+    said = []
+    for block in blocks:
+        local = block.replace("http://127.0.0.1:8000", server.url)
+        command = [sys.executable, "-W", "error", "-c", local]
+        ran = subprocess.run(command, capture_output=True, check=True, timeout=60, text=True)
+        said.append(ran.stdout.strip())
+    shape = "(1, 8, 128, 64)"
+    assert said == [f"{shape} (1, 8, 128) {shape} cpu True", "torch.Size([1, 8, 128, 64])"]
 
 
 def flat(values: Any) -> list[float]:

@@ -283,6 +283,28 @@ def test_a_stop_finishes_what_is_in_flight(start_server: Callable[..., Any]) -> 
     assert server.process.wait(20) == 0
 
 
+def test_a_stop_past_its_grace_says_so(start_server: Callable[..., Any]) -> None:
+    server = start_server("--grace-s", "0.2")
+    slow = np.zeros((40, 8, 1024, 16), np.float32)
+    caught: list[errors.FlashwireError] = []
+
+    def ask() -> None:
+        with server.client(retries=0) as client:
+            try:
+                client.attention(slow, slow, slow, backend="reference")
+            except errors.FlashwireError as exc:
+                caught.append(exc)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until_busy(server)
+    server.process.send_signal(signal.SIGTERM)
+    thread.join()
+    assert isinstance(caught[0], errors.Draining)
+    assert caught[0].request_id
+    assert server.process.wait(20) == 0
+
+
 def connect_while(condition: Callable[[], bool], server: Any) -> None:
     while condition():
         socket.create_connection((server.host, server.port), 1).close()

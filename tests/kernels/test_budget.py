@@ -35,12 +35,12 @@ def canonical(call):
     return resolve_tensors(call.spec, call.tensors), Inputs(**given)
 
 
-def one_query(*, q, k, v, dtype=torch.float64, **options):
+def one_query(*, q, k, v, dtype=torch.float64, scale=1, **options):
     """One query and some keys, all of head_dim 1, as a problem."""
     rows = {"q": [q], "k": k, "v": v}
     tensors = {n: torch.tensor(r, dtype=dtype).reshape(1, 1, -1, 1) for n, r in rows.items()}
     tensors |= {n: torch.tensor(o, dtype=dtype) for n, o in options.items()}
-    return resolve_tensors(AttentionSpec(scale=1), tensors), Inputs(**tensors)
+    return resolve_tensors(AttentionSpec(scale=scale), tensors), Inputs(**tensors)
 
 
 def test_plain_attention_and_the_reference_agree():
@@ -77,17 +77,28 @@ def test_the_budgets_of_a_single_key():
         torch.float16: (2**-11, 2**-23),
     }
     for dtype, (u, t) in units.items():
-        problem, x = one_query(q=2.0, k=[-1.0], v=[4.0], dtype=dtype)
+        problem, x = one_query(q=2.0, k=[-1.0], v=[4.0], dtype=dtype, scale=-0.5)
         expected = expectations(problem, x, torch.full((1, 1, 1, 1), 3.0, dtype=dtype))
-        unit = u + t * 3
+        unit = u + t * 2
         assert {name: e.budget / unit for name, e in expected.items() if name != "lse"} == {
             "out": 4.0,
             "dv": 3.0,
-            "dq": 24.0,
-            "dk": 48.0,
+            "dq": 12.0,
+            "dk": 24.0,
         }
         assert {name: float(e.want) for name, e in expected.items()} == {
-            "out": 4.0, "lse": -2.0, "dv": 3.0, "dq": 0.0, "dk": 0.0}  # fmt: skip
+            "out": 4.0, "lse": 1.0, "dv": 3.0, "dq": 0.0, "dk": 0.0}  # fmt: skip
+
+
+def test_the_error_of_plain_attention_counts_twice():
+    problem, x = one_query(q=1.0, k=[0.3, 2.7, -1.1], v=[0.7, -5.3, 2.1], dtype=torch.bfloat16)
+    s, v = (x.q * x.k.double()).flatten(), x.v.double().flatten()
+    p = torch.softmax(s, 0)
+    error = abs(float(plain.attention(problem, x)["out"]) - float(p @ v))
+    unit = 2**-8 + 2**-23 * (1 + float(s.logsumexp(0)))  # here more than any |s|
+    assert error > 1e-3
+    budget = expectations(problem, x)["out"].budget
+    assert budget == pytest.approx(2 * error + unit * float(p @ v.abs()), rel=1e-12)
 
 
 def test_a_gradient_may_be_as_coarse_as_its_own_dtype():

@@ -95,6 +95,14 @@ def test_empty_tiles(empty):
     assert keep_tile(1, 0.5, **where).shape == tuple(len(r) for r in where.values())
 
 
+def test_the_threshold_is_rounded_down_and_compared_strictly():
+    """The first word of seed 0 is 0x6627E8D5."""
+    first = {"batch": [0], "heads": range(1), "rows": range(1), "cols": range(1)}
+    for words, kept in ((-0.5, True), (0.0, True), (0.5, True), (1.0, False), (1.5, False)):
+        p = (0x6627E8D5 + words) / 2**32
+        assert keep_tile(0, p, **first).item() == kept, words
+
+
 def test_dropped_fraction():
     tile = keep_tile(5, 0.25, batch=range(1), heads=range(4), rows=range(256), cols=range(256))
     sigma = math.sqrt(0.25 * 0.75 / tile.numel())

@@ -63,7 +63,10 @@ def one_row(call, q, k, v, b, h, i, len_q, len_k):
         )
         if not hidden:
             scores[j] = s + bias
-    lse = math.log(math.fsum(map(math.exp, [*scores.values(), float(t["sinks"][h])])))
+    total = math.fsum(map(math.exp, [*scores.values(), float(t["sinks"][h])]))
+    if total == 0:
+        return [0.0] * v.shape[1], -math.inf
+    lse = math.log(total)
     tile = keep_tile(spec.dropout_seed, spec.dropout_p, batch=[b], heads=range(h, h + 1),
                      rows=range(i, i + 1), cols=range(len_k))[0, 0, 0]  # fmt: skip
     p = {j: math.exp(s - lse) * bool(tile[j]) / (1 - spec.dropout_p) for j, s in scores.items()}
@@ -156,6 +159,14 @@ def test_a_visible_nan_reaches_exactly_the_rows_that_see_it(holder, value):
     for name in "kv":
         assert gradients[name][0].isfinite().all()  # the other batch row
         assert gradients[name][1, 0 if heads.start == 2 else 1].isfinite().all()  # the other head
+
+
+def test_an_infinite_sink_leaves_nothing_finite():
+    call = make(Case(sinks=True, heads_q=3, heads_kv=1))
+    call.tensors["sinks"][1] = math.inf
+    found = forward(call)
+    assert found.out.isfinite().all(-1).all(-1).tolist() == [[True, False, True]] * 2
+    assert found.lse.isfinite().all(-1).tolist() == [[True, False, True]] * 2
 
 
 def test_a_key_hidden_from_one_head_of_a_group_only():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flashwire_kernels import support
 from flashwire_kernels.errors import InvalidAttention
 from flashwire_kernels.types import AttentionSpec, TensorHeader
 from flashwire_kernels.validation import resolve
@@ -163,7 +164,7 @@ def test_dense_problems(shapes, layout, sizes):
     p = resolve(AttentionSpec(layout=layout), headers(shapes))
     assert (p.batch, p.heads_q, p.heads_kv, p.len_q, p.len_k) == sizes
     assert (p.dim, p.dim_v, p.rank, p.packed) == (D, DV, len(shapes["q"]), False)
-    assert p.sequences == [(LQ, LK)] * sizes[0]
+    assert p.lengths == {(LQ, LK): sizes[0]}
     assert (p.tokens_q, p.tokens_k) == (sizes[0] * LQ, sizes[0] * LK)
 
 
@@ -199,3 +200,19 @@ def test_derived_values():
     assert resolve(AttentionSpec(), wide).lse_dtype == "float64"
     no_heads = {"q": (B, 0, LQ, D), "k": (B, 0, LK, D), "v": (B, 0, LK, DV)}
     assert resolve(AttentionSpec(), headers(no_heads)).group == 1
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2**31, 1, 1), (0, 2**62, 2**62, 1), (0, 2**20, 2**20, 2**20)]
+)
+def test_sizes_that_only_a_zero_makes_small(shape):
+    with pytest.raises(InvalidAttention) as caught:
+        resolve(AttentionSpec(), {name: TensorHeader("float32", shape) for name in "qkv"})
+    assert {v.field for v in caught.value.violations} == {"q", "k", "v"}
+
+
+def test_many_empty_batch_rows_cost_nothing():
+    headers = {name: TensorHeader("float32", (2**31 - 1, 1, 0, 2)) for name in "qkv"}
+    problem = resolve(AttentionSpec(), headers)
+    assert problem.lengths == {(0, 0): 2**31 - 1}
+    assert support.extra_bytes("reference", problem, backward=True) == 0

@@ -173,6 +173,21 @@ def test_descriptors_of_a_bad_packet_are_closed():
     assert open_fds() == before
 
 
+def test_a_frame_arrives_without_the_descriptor_that_there_is_no_room_for(pair, starved):
+    a, b = pair
+    before = open_fds()
+    sent = Job(id=1, route="attention", size=4096)
+    with Memory.create(4096) as memory:
+        a.post(sent, memory.fd)
+        with starved():
+            assert b.recv(1) == (sent, None)
+        a.post(sent, memory.fd)
+        frame, fd = b.recv(1)
+        assert frame == sent
+        os.close(fd)
+    assert open_fds() == before
+
+
 def test_frames_posted_by_many_threads_arrive_whole(pair):
     a, b = pair
     per_thread = 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import html
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +18,7 @@ import pytest
 from flashwire import wire
 from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
+from flashwire_service.front import info
 from flashwire_service.front.app import create_app
 from flashwire_service.front.pool import Answer, Work
 from flashwire_service.front.schemas import EXAMPLES
@@ -26,6 +29,8 @@ from flashwire_service.settings import Settings, key_digest
 
 QUIET = Log("front", "error")
 SMALL: dict[str, Any] = {"q": [[1, 0]], "k": [[1, 0], [0, 1]], "v": [[1, 2], [3, 4]]}
+
+Starved = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class FakePool:
@@ -260,7 +265,7 @@ async def test_media_types_spoken(client: httpx.AsyncClient) -> None:
         assert response.status_code == 200
 
 
-@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "soon", "1e3", "9" * 16, "\u0661"])
+@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "soon", "1e3", "0" * 5000, "\u0661"])
 async def test_a_malformed_deadline(client: httpx.AsyncClient, given: str) -> None:
     headers = {b"flashwire-timeout-ms": given.encode()}
     response = await client.post("/attention", json=SMALL, headers=headers)  # type: ignore[arg-type]
@@ -268,7 +273,9 @@ async def test_a_malformed_deadline(client: httpx.AsyncClient, given: str) -> No
 
 
 async def test_a_deadline_is_clamped(client: httpx.AsyncClient, pool: FakePool) -> None:
-    for given, seconds in (("1500", 1.5), ("999999999", 300.0)):
+    for given, seconds in (
+        ("1500", 1.5), (" 0001500 ", 1.5), ("999999999", 300.0), ("9" * 5000, 300.0),
+    ):  # fmt: skip
         await client.post("/attention", json=SMALL, headers={"flashwire-timeout-ms": given})
         assert pool.jobs[-1][0].timeout_s == seconds
 
@@ -312,6 +319,17 @@ async def test_what_a_worker_refuses_is_passed_on(
     response = await client.post("/attention", json=SMALL)
     problem(response, 429, "queue_full")
     assert response.headers["retry-after"] == "4"
+
+
+async def test_a_body_for_which_there_is_no_descriptor_may_come_again(
+    client: httpx.AsyncClient, pool: FakePool, starved: Starved
+) -> None:
+    message = packed({}, **qkv(1, 8, 64, 64))
+    with starved():
+        refused = await client.post("/attention", content=message)
+    problem(refused, 429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (await client.post("/attention", content=message)).status_code == 200
 
 
 async def test_a_fault_of_ours_tells_nothing(client: httpx.AsyncClient, pool: FakePool) -> None:
@@ -528,7 +546,12 @@ async def test_the_documentation_describes_every_option(client: httpx.AsyncClien
         operation = document["paths"][path]["post"]
         assert operation["requestBody"]["content"]["application/json"]["example"]
         assert "application/problem+json" in operation["responses"]["422"]["content"]
-    assert (await client.get("/docs")).status_code == 200
+    docs = await client.get("/docs")
+    assert docs.status_code == 200
+    assert info.lacking() in html.unescape(docs.text)
+    root = await client.get("/")
+    assert (root.status_code, root.headers["location"]) == (307, "/docs")
+    assert (await client.head("/")).status_code == 307
 
 
 @pytest.mark.parametrize("route", list(EXAMPLES))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -136,7 +137,8 @@ async def send_for_ever(writer: asyncio.StreamWriter) -> None:
      b"GET /\x00 HTTP/1.1\r\n\r\n", b"POST /attention HTTP/1.1\r\ncontent-length: x\r\n\r\n",
      b"POST /attention HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
      b"POST /attention HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
-     b"POST /attention HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
+     b"POST /attention HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+     b"GET /healthz HTTP/1.1\r\ncontent-length: " + b"0" * 3900 + b"\r\n\r\n"],
 )  # fmt: skip
 async def test_garbage_is_a_problem_too(served: Served, sent: bytes) -> None:
     got, reader = await exchange(served, sent)
@@ -145,6 +147,15 @@ async def test_garbage_is_a_problem_too(served: Served, sent: bytes) -> None:
     assert "server" not in got.headers
     assert await closed(reader)
     assert (await exchange(served, GOOD))[0].status == 200
+
+
+async def test_transfer_encodings_not_spoken(served: Served) -> None:
+    for coding in (b"gzip, chunked", b"gzip"):
+        head = b"POST /attention HTTP/1.1\r\nhost: x\r\ntransfer-encoding: " + coding
+        got, reader = await exchange(served, head + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+        assert got.status in (400, 415)  # the parser itself refuses what does not end in chunked
+        got.problem(got.status, {400: "malformed", 415: "unsupported_media_type"}[got.status])
+        assert await closed(reader)
 
 
 async def test_a_head_over_its_limit(served: Served) -> None:
@@ -267,6 +278,71 @@ async def test_a_connection_lives_through_requests_longer_than_its_idle_time(
         writer.write(GOOD)
         assert (await read_reply(reader)).status == 200
     assert await closed(reader)  # idle at last
+
+
+async def test_a_connection_that_never_asks_is_closed(served: Served) -> None:
+    for sent in (b"", b"\r\n"):
+        reader, writer = await served.open()
+        writer.write(sent)
+        started = time.monotonic()
+        assert await closed(reader)
+        assert 0.3 < time.monotonic() - started < 2
+
+
+async def test_half_a_head_is_a_problem_in_time(served: Served) -> None:
+    for before in (b"", GOOD):
+        reader, writer = await served.open()
+        if before:
+            writer.write(before)
+            assert (await read_reply(reader)).status == 200
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
+        (await read_reply(reader)).problem(408, "request_timeout")
+        assert await closed(reader)
+
+
+@pytest.mark.parametrize("drop", [b"\r\n", b"GET /healthz HTTP/1.1\r\nx: "])
+async def test_a_drop_now_and_then_does_not_keep_a_connection(served: Served, drop: bytes) -> None:
+    reader, writer = await served.open()
+    writer.write(GOOD)
+    await read_reply(reader)
+    started = time.monotonic()
+    writer.write(drop)
+
+    async def drip() -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(0.1)
+                writer.write(b"\r\n" if drop == b"\r\n" else b"a")
+
+    dripping = asyncio.create_task(drip())
+    await asyncio.wait_for(reader.read(), 5)
+    assert 0.3 < time.monotonic() - started < 2
+    dripping.cancel()
+
+
+async def test_a_head_behind_a_long_request_has_its_time(served: Served) -> None:
+    """It is not read to its end while two requests before it are being answered."""
+    served.pool.delay = 0.6  # 1.5 times keep_alive_s
+    reader, writer = await served.open()
+    last = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+    writer.write(GOOD)
+    await asyncio.sleep(0.05)  # it is being answered, and what comes with the next is not read on
+    writer.write(GOOD + last[:10])
+    await asyncio.sleep(0.05)
+    writer.write(last[10:])
+    bodies = [(await read_reply(reader)).body for _ in range(3)]
+    assert bodies == [b"{}", b"{}", b'{"status":"ok"}']
+
+
+async def test_the_rest_of_a_refused_body_that_never_comes_is_not_waited_for(
+    served: Served,
+) -> None:
+    reader, writer = await served.open()
+    bad = GOOD.replace(b"application/json", b"text/whatever")
+    writer.write(bad[:-5])
+    (await read_reply(reader)).problem(415, "unsupported_media_type")
+    writer.write(bad[-5:-3])
+    assert await closed(reader)
 
 
 async def test_a_caller_who_leaves_cancels_the_work(served: Served) -> None:

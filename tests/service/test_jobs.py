@@ -271,8 +271,12 @@ def test_a_check_too_large_to_materialise_is_507():
     failure = failure_of(few.run(check_ticket({}, qkv(1, 1, 64, 8))))
     assert failure.code == "not_enough_memory"
     assert str(2**16) in failure.detail
-    reference = ticket("attention", {"backend": "reference"}, qkv(1, 1, 64, 8))
-    assert failure_of(few.run(reference)).code == "not_enough_memory"
+    assert "raise FLASHWIRE_MAX_MATERIALISE_BYTES" in failure.detail
+    assert "'auto'" not in failure.detail  # a check always asks the reference
+    reference = failure_of(few.run(ticket("attention", {"backend": "reference"}, qkv(1, 1, 64, 8))))
+    assert reference.code == "not_enough_memory"
+    assert "use backend 'auto'" in reference.detail
+    assert "raise FLASHWIRE_MAX_MATERIALISE_BYTES" in reference.detail
 
 
 def test_fields_of_a_check_are_named_as_in_its_message(jobs):
@@ -294,6 +298,7 @@ def test_a_residual_beyond_the_budget_is_507_before_anything_is_computed(jobs, m
     failure = failure_of(jobs.run(ticket("attention", {"save_for_backward": True}, x, memory=True)))
     assert failure.code == "not_enough_memory"
     assert str(2**20) in failure.detail
+    assert "raise FLASHWIRE_RESIDUAL_BYTES" in failure.detail
 
 
 def test_an_answer_that_nobody_waits_for_leaves_no_residual(jobs):
@@ -386,6 +391,8 @@ def test_a_result_larger_than_memory_is_refused_before_it_is_made(jobs):
     failure = failure_of(jobs.run(ticket("attention", {}, x, memory=True)))
     assert failure.code == "not_enough_memory"
     assert str(2 * 4 * (2**40 + 2**20)) in failure.detail
+    assert "on this device now" in failure.detail
+    assert "FLASHWIRE_" not in failure.detail
     assert time.monotonic() - started < 1
 
 
@@ -395,7 +402,8 @@ def test_a_result_larger_than_memory_is_refused_before_it_is_made(jobs):
         (RuntimeError("secret at /home/me/file.py:3"), "internal"),
         (MemoryError(), "not_enough_memory"),
         (OSError(errno.ENOSPC, "no space", "/a/b"), "not_enough_memory"),
-        (OSError(errno.EMFILE, "secret at", "/a/b"), "internal"),
+        (OSError(errno.EIO, "secret at", "/a/b"), "internal"),
+        (OSError(errno.EMFILE, "no descriptor", "/a/b"), "queue_full"),
         (torch.OutOfMemoryError("CUDA out of memory at /a/b"), "not_enough_memory"),
         (
             RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't"),

@@ -185,6 +185,16 @@ def test_bytes_that_are_no_utf8() -> None:
     assert refused('{"q": [1]}'.encode("utf-16")).code == "malformed"
 
 
+@pytest.mark.parametrize("piece", ['\\"', "\\\\", "a", '"', '"\\'])
+def test_a_string_without_an_end_is_read_once(piece: str) -> None:
+    """Were every quote tried as a beginning, the test's own time limit would end this."""
+    assert refused('{"a": "' + piece * (900_000 // len(piece))).code == "malformed"
+
+
+def test_nesting_behind_an_escape_counts() -> None:
+    assert "nested" in refused('{"a": "\\\\", "b": ' + "[" * 100 + "]" * 100 + "}").detail
+
+
 def test_brackets_in_strings_are_no_nesting() -> None:
     deep = '"' + "[{" * 100 + '\\"[" '
     assert decode('{"layout": ' + deep + "}").options["layout"].startswith("[{[{")

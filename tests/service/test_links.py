@@ -1,5 +1,7 @@
 """The intake thread of a worker over real sockets, with this test as its compute loop."""
 
+import contextlib
+import errno
 import os
 import threading
 import time
@@ -95,6 +97,40 @@ def test_a_full_queue_is_answered_while_the_compute_loop_is_busy(worker, front):
     assert refusal.retry_after > 0
 
 
+def test_a_job_for_which_there_is_no_descriptor_is_refused(worker, front, starved, monkeypatch):
+    def refused(number):
+        with Memory.create(5000) as memory:
+            limited = starved if number == 1 else contextlib.nullcontext
+            with limited():
+                front.send(job(number, size=5000, body=None), memory.fd)
+                return front.recv(PATIENCE_S)[0]
+
+    def no_mapping(fd, size):
+        os.close(fd)
+        raise OSError(errno.ENOMEM, "no mapping left")
+
+    assert (refused(1).id, refused(1).code) == (1, "queue_full")
+    with monkeypatch.context() as patched:
+        patched.setattr(Memory, "receive", no_mapping)
+        assert (refused(2).id, refused(2).code) == (2, "queue_full")
+    front.send(job(3))
+    assert take(worker).job.id == 3
+
+
+def test_an_answer_that_cannot_wait_for_want_of_descriptors_is_a_refusal(worker, front, starved):
+    front.send(job(1))
+    ticket = take(worker)
+    number = 100
+    while not ticket.channel.waiting:  # what is sent now waits, and its descriptor is duplicated
+        worker.links.answer(ticket, Reply(id=number, size=0, body=bytes(20000)))
+        number += 1
+    with Memory.create(10) as memory, starved():
+        assert not worker.links.answer(ticket, Reply(id=1, size=10), memory.fd)
+    while (got := front.recv(PATIENCE_S))[0].id >= 100:
+        pass
+    assert (got[0].id, got[0].code) == (1, "queue_full")
+
+
 def test_cancel_takes_a_job_out_of_the_queue(worker, front):
     front.send(job(1))
     front.send(job(2))
@@ -112,7 +148,7 @@ def test_jobs_of_a_front_that_ends_are_dropped(worker):
     front.close()
     wait_until(lambda: worker.intake.depth == 0)
     assert running.abandoned
-    worker.links.answer(running, Failure(id=1, code="internal", detail=""))  # to nobody
+    assert not worker.links.answer(running, Failure(id=1, code="internal", detail=""))  # to nobody
     worker.intake.finish(running, 0.1)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +27,8 @@ from flashwire_service.ipc.frames import (
     Reply,
 )
 from flashwire_service.ipc.memory import Memory
+
+Starved = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass
@@ -194,6 +198,32 @@ async def test_a_worker_that_dies_is_missed_by_all_who_wait(ends: Ends) -> None:
     assert await refused(asyncio.create_task(ends.pool.run(work()))) == "no_worker"
 
 
+async def test_another_worker_takes_over_once(ends: Ends) -> None:
+    first, second = await ends.worker(0), await ends.worker(1)
+    running = asyncio.create_task(ends.pool.run(work()))
+    lost = await first.job()
+    first.channel.close()
+    again = await second.job()
+    assert (again.route, again.deadline) == (lost.route, lost.deadline)
+    second.channel.send(Reply(id=again.id, size=2, body=b"ok"))
+    assert (await running).worker == 1
+
+    third = await ends.worker(0)
+    running = asyncio.create_task(ends.pool.run(work()))
+    for played in (second, third):
+        await played.job()
+        played.channel.close()
+    assert await refused(running) == "worker_died"
+
+
+async def test_what_a_residual_needs_is_not_elsewhere(ends: Ends) -> None:
+    first, _ = await ends.worker(0), await ends.worker(1)
+    running = asyncio.create_task(ends.pool.run(work(), 0))
+    await first.job()
+    first.channel.close()
+    assert await refused(running) == "worker_died"
+
+
 async def test_a_successor_takes_the_place(ends: Ends) -> None:
     first = await ends.worker()
     running = asyncio.create_task(ends.pool.run(work()))
@@ -236,6 +266,47 @@ async def test_the_supervisors_frames(ends: Ends) -> None:
     supervisor.close()
     await ends.until(lambda: ends.orphaned == 1)
     worker.close()
+    await asyncio.sleep(0.02)
+
+
+async def test_a_reply_for_which_there_is_no_descriptor_is_a_refusal(
+    ends: Ends, starved: Starved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = await ends.worker()
+
+    async def exchange(reply: Memory) -> str:
+        running = asyncio.create_task(ends.pool.run(work()))
+        job = await played.job()
+        played.channel.send(Reply(id=job.id, size=reply.size), reply.fd)
+        return await refused(running)
+
+    with Memory.create(50_000) as reply, starved():
+        assert await exchange(reply) == "queue_full"
+
+    def no_mapping(fd: int, size: int) -> Memory:
+        os.close(fd)
+        raise OSError(errno.EMFILE, "mmap duplicates it")
+
+    with Memory.create(50_000) as reply, monkeypatch.context() as patched:
+        patched.setattr(Memory, "receive", no_mapping)
+        assert await exchange(reply) == "queue_full"
+    running = asyncio.create_task(ends.pool.run(work()))
+    job = await played.job()
+    played.channel.send(Reply(id=job.id, size=2, body=b"ok"))
+    assert (await running).reply.body == b"ok"
+
+
+async def test_a_worker_that_does_not_arrive_is_a_reason_to_be_replaced(
+    ends: Ends, starved: Starved
+) -> None:
+    ours, theirs = socketpair()
+    supervisor = Channel(theirs)
+    ends.pool.listen(Channel(ours))
+    front_end, worker_end = socketpair()
+    with front_end, worker_end, starved():
+        supervisor.send(Attach(peer=0), front_end.fileno())
+        await ends.until(lambda: ends.orphaned == 1)
+    supervisor.close()
     await asyncio.sleep(0.02)
 
 

@@ -33,7 +33,12 @@ def saved(nbytes: int) -> Saved:
     """A forward of that many bytes in all."""
     part, rest = torch.zeros(1, dtype=torch.uint8), torch.zeros(nbytes - 2, dtype=torch.uint8)
     return Saved(
-        spec=AttentionSpec(), tensors={"q": rest}, out=part, lse=part.clone(), backend="cpu"
+        spec=AttentionSpec(),
+        tensors={"q": rest},
+        out=part,
+        lse=part.clone(),
+        backend="cpu",
+        skipped=(),
     )
 
 

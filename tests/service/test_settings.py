@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+from importlib.metadata import requires
 
 import pytest
 
+from flashwire_kernels import support
 from flashwire_service import cli, settings
 from flashwire_service.settings import Settings, SettingsError, load
 
@@ -136,7 +140,91 @@ def test_help_names_every_flag_and_variable(capsys: pytest.CaptureFixture[str]) 
     said = " ".join(capsys.readouterr().out.split())
     for row in settings.table():
         assert row.variable in said
-        assert row.flag is None or row.flag in said
+        assert row.flag is None or row.is_switch or f"{row.flag} {row.metavar} " in said
+        assert row.flag is None or row.metavar or row.is_switch
+    assert "largest request body [FLASHWIRE_MAX_BODY_BYTES; default 1GiB]" in said
+    assert "HTTP request head [FLASHWIRE_MAX_HEADER_BYTES; default 32KiB]" in said
+
+
+def test_help_names_backends_that_no_device_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {
+        "one": lambda _, device: [] if device == "cpu" else ["device: not here"],
+        "two": lambda _, device: ["backend: 'two' is still a plan"],
+    }
+    monkeypatch.setattr(support, "BACKENDS", ("one", "two"))
+    monkeypatch.setattr(support, "_REASONS", rows)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith("environment variable. Backend 'two' is still a plan.")
+
+
+def test_a_missing_package_ends_the_command_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        cli, "find_spec", lambda name: None if name in ("torch", "prometheus_client") else name
+    )
+    assert cli.main([]) == os.EX_OSFILE
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "flashwire-serve: needs prometheus-client, torch: pip install 'flashwire[service]'\n"
+    )
+
+
+def test_what_is_needed_is_all_that_the_processes_import() -> None:
+    """Every distribution of the extra is asked for, but for pieces that can be done without."""
+    extra = {
+        re.split(r"[\[>=; ]", line)[0]
+        for line in requires("flashwire") or ()
+        if "extra == 'service'" in line.replace('"', "'")
+    }
+    assert extra - {"ml-dtypes"} == set(cli._NEEDED.values()) - {"httptools"}
+
+
+def test_a_variable_that_is_no_setting_is_a_mistake_with_the_nearest_name() -> None:
+    said = mistakes(
+        {"port": "x"},
+        {"FLASHWIRE_MAX_BODY_BITES": "secret", "FLASHWIRE_KEYS": "secret", "HOME": "/"},
+    )
+    assert said == [
+        "--port: must be an integer, got 'x'",
+        "FLASHWIRE_KEYS: there is no such setting; nearest is FLASHWIRE_API_KEYS",
+        "FLASHWIRE_MAX_BODY_BITES: there is no such setting; nearest is FLASHWIRE_MAX_BODY_BYTES",
+    ]
+
+
+def test_variables_of_the_client_are_left_alone_and_its_key_is_remarked_upon() -> None:
+    environ = {"FLASHWIRE_URL": "http://x", "FLASHWIRE_API_KEY": "secret-key"}
+    loaded = load({}, environ)
+    (line,) = settings.warnings(loaded, environ)
+    assert "FLASHWIRE_API_KEYS" in line
+    assert "secret-key" not in line
+    both = {**environ, "FLASHWIRE_API_KEYS": "secret-key"}
+    assert not list(settings.warnings(load({}, both), both))
+    assert not list(settings.warnings(Settings(), {}))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"FLASHWIRE_PORT": "tcp://10.0.0.7:8000"},
+        {"FLASHWIRE_SERVICE_HOST": "10.0.0.7"},
+        {"FLASHWIRE_SERVICE_PORT_HTTP": "8000"},
+        {"FLASHWIRE_PORT_8000_TCP_ADDR": "10.0.0.7"},
+        {
+            "FLASHWIRE_WEB_PORT": "tcp://10.0.0.7:80",
+            "FLASHWIRE_WEB_PORT_80_TCP": "tcp://10.0.0.7:80",
+        },
+    ],
+)
+def test_what_kubernetes_injects_is_one_mistake_with_the_way_out(environ: dict[str, str]) -> None:
+    (line,) = mistakes({}, environ)
+    assert line.startswith(next(iter(environ)))
+    assert "enableServiceLinks: false" in line
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

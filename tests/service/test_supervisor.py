@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -30,14 +31,14 @@ PATIENCE_S = 20.0
 class Service:
     """A supervisor with stub children, seen through its output."""
 
-    def __init__(self, mode: str = "", **settings) -> None:
+    def __init__(self, mode: str = "", environ=(), **settings) -> None:
         settings = {"port": 0, "grace_s": 5.0, **settings}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, repr(settings)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE), "FLASHWIRE_STUB": mode},
+            env={**os.environ, "PYTHONPATH": str(HERE), "FLASHWIRE_STUB": mode, **dict(environ)},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -111,8 +112,8 @@ def alive(pid: int) -> bool:
 def start():
     services = []
 
-    def make(mode: str = "", **settings) -> Service:
-        services.append(Service(mode, **settings))
+    def make(mode: str = "", environ=(), **settings) -> Service:
+        services.append(Service(mode, environ, **settings))
         return services[-1]
 
     yield make
@@ -154,6 +155,15 @@ def test_every_front_reaches_every_worker(start):
     seen = set()
     wait_until(lambda: seen.add(service.ask()["pid"]) or seen == fronts)
     wait_until(lambda: set(service.ask()["workers"]) == workers)
+
+
+def test_children_do_not_inherit_secrets(start):
+    secrets = {"FLASHWIRE_API_KEYS": "a-secret-key", "FLASHWIRE_SIGNING_KEY": "sixteen letters!"}
+    service = start("", {**secrets, "FLASHWIRE_HARMLESS": "seen"}).ready()
+    for pid in service.pids:
+        environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert "FLASHWIRE_HARMLESS=seen" in environ
+        assert not {line.partition("=")[0] for line in environ} & secrets.keys()
 
 
 def test_a_killed_worker_is_replaced_at_once_and_reached(start):
@@ -270,6 +280,17 @@ def test_a_port_in_use_is_one_line_and_an_exit_code(start):
     ]
 
 
+def test_a_supervisor_without_descriptors_waits_for_better_times(start):
+    service = start().ready()
+    _, most = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (3, most))
+    os.kill(service.pid_of("worker-0"), signal.SIGKILL)
+    assert "cannot be started" in service.wait_for("died", "worker-0", count=2)["reason"]
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (most, most))
+    second = service.wait_for("ready", "worker-0", count=2)["pid"]
+    wait_until(lambda: service.ask()["workers"] == [second])
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_an_address_that_is_not_ours(host):
     with pytest.raises(supervisor.Fatal) as caught:
@@ -288,3 +309,30 @@ def test_workers_share_the_cores():
     assert supervisor.worker_threads(Settings()) == cores
     assert supervisor.worker_threads(Settings(workers=cores + 1)) == 1
     assert supervisor.worker_threads(Settings(threads=7)) == 7
+
+
+def test_a_child_that_cannot_be_connected_is_replaced(monkeypatch):
+    """A descriptor may be lacking for the socket between two children that have been started."""
+    killed = []
+
+    class Living:
+        pid = 1
+
+        def __init__(self, *_: object) -> None:
+            self.control, self.other = supervisor.socketpair()
+
+        def kill(self) -> None:
+            killed.append(self)
+            self.control.close()
+            self.other.close()
+
+    def no_socket(*_: object) -> None:
+        raise OSError(24, "no descriptor")
+
+    monkeypatch.setattr(supervisor, "Child", Living)
+    monkeypatch.setattr(supervisor, "_connect", no_socket)
+    with socket.socket() as listener, socket.socket() as signals:
+        judge = supervisor.Supervisor(Settings(log_level="error"), listener, signals)
+        judge._start(judge._fronts[0])
+        assert [place.child for place in judge._fronts] == killed
+        judge._selector.close()

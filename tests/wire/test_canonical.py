@@ -40,7 +40,7 @@ def test_forms(given: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"causal": 0}, {"scale": True}, {"scale": "1"}, {"window": [1, 2, 3]}, {"softcap": False}],
+    [{"causal": 0}, {"scale": True}, {"scale": "1"}, {"window": [2.5, 1]}, {"softcap": False}],
 )
 def test_wrong_types_are_left_for_the_server_to_name(given: dict[str, Any]) -> None:
     found = wire.canonical(given)
@@ -56,8 +56,9 @@ def test_wrong_types_are_left_for_the_server_to_name(given: dict[str, Any]) -> N
         ({"scale": 1j}, "scale: cannot be a complex"),
         ({"window": "ab"}, "window: must be a pair"),
         ({"window": 5}, "window: must be a pair"),
+        ({"window": [1, 2, 3]}, "window: must be a pair (left, right), got 3"),
         ({"window": (1, object())}, "window: cannot be a object"),
-        ({"dropout": {"p": 0.1, "seed": 2**64}}, "dropout: 18446744073709551616 does not fit"),
+        ({"dropout": {"p": 0.1, "seed": 2**64}}, "dropout.seed: 18446744073709551616 does not fit"),
         ({"dropout": {"p": 0.1, "sed": 1}}, "dropout: must be a map of p and seed"),
         ({"backends": "cpu"}, "backends: must be a list"),
     ],

@@ -1,9 +1,10 @@
 """docs/wire.md shows the bytes as they are."""
 
+import dataclasses
 import re
 from pathlib import Path
 
-from flashwire import wire
+from flashwire import Plan, wire
 
 DOC = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,3 +37,9 @@ def test_names_and_limits_are_all_there() -> None:
     assert f"{limits.max_keys} keys in a map" in DOC
     assert f"deeper than {limits.max_depth}," in DOC
     assert f"{limits.max_header // 1024} KiB of everything" in DOC
+
+
+def test_every_member_of_a_plan_is_there() -> None:
+    section = DOC[DOC.index("## POST /attention/plan") : DOC.index("## JSON")]
+    for field in dataclasses.fields(Plan):
+        assert re.search(rf"^\|.*`{field.name}`.*\|", section, re.MULTILINE), field.name

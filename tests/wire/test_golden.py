@@ -29,8 +29,9 @@ def attention_tensors(prefix: str = "") -> Tensors:
     }
 
 
-def floats(*values: float) -> tuple[wire.Header, memoryview]:
-    data = np.array(values, "<f4")
+def row(*values: float) -> tuple[wire.Header, memoryview]:
+    """A tensor (1, n)."""
+    data = np.array([values], "<f4")
     return wire.Header("float32", data.shape), memoryview(data.tobytes())
 
 
@@ -63,7 +64,7 @@ PACKED: Tensors = {
     "cu_seqlens_k": tensor("int64", (3,)),
 }
 MESSAGES: dict[str, tuple[wire.Schema, dict[str, Any], Tensors]] = {
-    "attention": (wire.ATTENTION, {}, {"q": floats(1, 0), "k": floats(0, 1), "v": floats(2, 3)}),
+    "attention": (wire.ATTENTION, {}, {"q": row(1, 0), "k": row(0, 1), "v": row(2, 3)}),
     "attention_every_option": (wire.ATTENTION, wire.canonical(EVERY_OPTION), EVERY_TENSOR),
     "attention_packed": (wire.ATTENTION, wire.canonical({"causal": True}), PACKED),
     "attention_empty": (
@@ -187,12 +188,12 @@ def test_smallest_message_by_hand() -> None:
     """Written out from the msgpack specification, not by any code."""
     by_hand = (
         b"\x83"  # map of 3
-        b"\xa1q\x84" b"\xa5dtype\xa7float32" b"\xa5shape\x91\x02"
-        b"\xa3pad\xc4\x19" + bytes(25) + b"\xa4data\xc4\x08" b"\0\0\x80\x3f" b"\0\0\0\0"
-        b"\xa1k\x84" b"\xa5dtype\xa7float32" b"\xa5shape\x91\x02"
-        b"\xa3pad\xc4\x12" + bytes(18) + b"\xa4data\xc4\x08" b"\0\0\0\0" b"\0\0\x80\x3f"
-        b"\xa1v\x84" b"\xa5dtype\xa7float32" b"\xa5shape\x91\x02"
-        b"\xa3pad\xc4\x12" + bytes(18) + b"\xa4data\xc4\x08" b"\0\0\0\x40" b"\0\0\x40\x40"
+        b"\xa1q\x84" b"\xa5dtype\xa7float32" b"\xa5shape\x92\x01\x02"
+        b"\xa3pad\xc4\x18" + bytes(24) + b"\xa4data\xc4\x08" b"\0\0\x80\x3f" b"\0\0\0\0"
+        b"\xa1k\x84" b"\xa5dtype\xa7float32" b"\xa5shape\x92\x01\x02"
+        b"\xa3pad\xc4\x11" + bytes(17) + b"\xa4data\xc4\x08" b"\0\0\0\0" b"\0\0\x80\x3f"
+        b"\xa1v\x84" b"\xa5dtype\xa7float32" b"\xa5shape\x92\x01\x02"
+        b"\xa3pad\xc4\x11" + bytes(17) + b"\xa4data\xc4\x08" b"\0\0\0\x40" b"\0\0\x40\x40"
     )  # fmt: skip
     _, options, tensors = MESSAGES["attention"]
     assert wire.encode(options, tensors) == by_hand

@@ -62,6 +62,8 @@ def _window(name: str, value: Any) -> Any:
         return None
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         raise WireError("must be a pair (left, right)", name, "invalid")
+    if len(value) != 2:
+        raise WireError(f"must be a pair (left, right), got {len(value)}", name, "invalid")
     ends = [_plain(name, end) for end in value]
     ends = [None if type(end) is int and end == -1 else end for end in ends]
     return None if ends == [None, None] else ends
@@ -74,7 +76,7 @@ def _dropout(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping) or not value.keys() <= {"p", "seed"}:
         raise WireError("must be a map of p and seed", name, "invalid")
     p = _real(name, value.get("p"))
-    seed = _plain(name, value.get("seed"))
+    seed = _plain(f"{name}.seed", value.get("seed"))
     if seed is None:
         return None if p is None or p == 0 else {"p": p}
     return {"p": p, "seed": seed}

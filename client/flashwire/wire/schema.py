@@ -147,9 +147,29 @@ class Schema:
         return sorted(name for name in under if "." not in name)
 
 
+# Names of torch and flash-attn: what to say of them where these names of ours are known.
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    "softmax_scale": ("did you mean 'scale'?", "scale"),
+    "sm_scale": ("did you mean 'scale'?", "scale"),
+    "is_causal": ("did you mean 'causal'?", "causal"),
+    "attn_mask": ("did you mean 'mask' (boolean) or 'bias' (added)?", "mask", "bias"),
+    "attn_bias": ("did you mean 'bias'?", "bias"),
+    "dropout_p": ("did you mean 'dropout'?", "dropout"),
+    "window_size": ("did you mean 'window'?", "window"),
+    "cu_seqlens": ("give both 'cu_seqlens_q' and 'cu_seqlens_k'", "cu_seqlens_q", "cu_seqlens_k"),
+    "enable_gqa": ("GQA needs no option: the heads of k and v say it", "causal"),
+    "max_seqlen_q": ("not needed: cu_seqlens_q says it", "cu_seqlens_q"),
+    "max_seqlen_k": ("not needed: cu_seqlens_k says it", "cu_seqlens_k"),
+    "deterministic": ("not needed: the same request gives the same bits", "causal"),
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name: "; did you mean 'causal'?", or every name when none is near."""
+    """A hint for a wrong name: "; did you mean 'causal'?", or every name when none is near."""
     names = list(known)
+    hint, *ours = _FOREIGN.get(name, ("",))
+    if hint and all(other in names for other in ours):
+        return f"; {hint}"
     close = difflib.get_close_matches(name[:64], names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
 

@@ -6,13 +6,14 @@ they and the square behind them are two calls, united exactly by their lse.
 
 Its sharp edges, kept away from here: no size may be 0 (it would kill the process), k must have v's
 head dimension, and no row may see nothing (its lse would be 0). `Part` is cut so that every row
-sees a key.
+sees a key. A NaN score may be dropped where keys are few: a careful part is not for it.
 """
 
 from __future__ import annotations
 
 import torch
 
+from flashwire_kernels.cpu.lse import union
 from flashwire_kernels.cpu.part import Part
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -23,9 +24,12 @@ def serves(part: Part) -> bool:
     """True when the operator can compute this part exactly."""
     extras = (part.mask, part.bias, part.softcap, part.slopes, part.dropout)
     return (
-        all(extra is None for extra in extras)
+        not part.careful
+        and all(extra is None for extra in extras)
         and part.band.left is None
         and part.k.shape[3] == part.v.shape[3]
+        # It hides by adding -inf before it scales, which only a positive factor leaves -inf.
+        and (part.band.right is None or part.scale >= torch.finfo(part.q.dtype).tiny)
     )
 
 
@@ -38,7 +42,7 @@ def forward(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     if len(pieces) == 1:
         return pieces[0][0], pieces[0][1]
     (out_a, lse_a), (out_b, lse_b) = pieces
-    lse = torch.logaddexp(lse_a, lse_b)
+    lse = union(lse_a, lse_b)
     out = out_a.mul_((lse_a - lse).exp_()[..., None])
     return out.addcmul_(out_b, (lse_b - lse).exp_()[..., None]), lse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -9,22 +10,27 @@ import torch
 
 from flashwire_kernels.cpu import aten, sinks, tiled
 from flashwire_kernels.cpu.batches import Batch, batches
-from flashwire_kernels.cpu.hidden import nan_for_inf, scrub
-from flashwire_kernels.cpu.part import Cut, aligned, make_part, tame, wide_dtype
+from flashwire_kernels.cpu.hidden import nan_for_inf, scrub, tame
+from flashwire_kernels.cpu.part import Cut, aligned, make_part, wide_dtype
 from flashwire_kernels.geometry import Band
+from flashwire_kernels.support import score_factors
 from flashwire_kernels.tensors import Gradients, Inputs, Wanted
 from flashwire_kernels.validation import Problem
 
+_SMALL, _LARGE = 1e-20, 1e20
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def forward(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See tensors.Backend."""
+    if _beyond_float32(problem):
+        out, lse = forward(*_in_float64(problem, x))
+        return out.to(x.q.dtype), lse.float()
     if not problem.packed:
         out, lse = _forward_batch(problem, x, next(batches(problem, x)))
         return out.to(x.q.dtype), lse
     out = x.q.new_zeros((*x.q.shape[:-1], problem.dim_v))
-    lse = torch.full(x.q.shape[:-1], -math.inf, dtype=wide_dtype(x.q.dtype))
+    lse = x.q.new_full(x.q.shape[:-1], -math.inf, dtype=wide_dtype(x.q.dtype))
     for batch in batches(problem, x):
         batch_out, batch_lse = _forward_batch(problem, x, batch)
         batch.put_queries(out, batch_out)
@@ -42,11 +48,16 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """See tensors.Backend."""
+    if _beyond_float32(problem):
+        dlse = None if dlse is None else dlse.double()
+        wide = backward(*_in_float64(problem, x), out, lse.double(), dout, dlse, wanted)
+        dq, dk, dv = (t.to(x.q.dtype) for t in (wide.dq, wide.dk, wide.dv))
+        return dataclasses.replace(wide, dq=dq, dk=dk, dv=dv)
     sums = _Sums.of(problem, x, wanted)
     saved = _Saved(out, lse, dout, dlse)
     if not problem.packed:
         batch = next(batches(problem, x))
-        dq, dk, dv = _backward_batch(problem, x, batch, saved, sums)
+        dq, dk, dv = _backward_batch(problem, x, batch, saved.of_batch(batch), sums)
         return sums.with_inputs(x, dq.to(x.q.dtype), dk.to(x.q.dtype), dv.to(x.q.dtype))
     dq, dk, dv = (
         torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
@@ -61,6 +72,18 @@ def backward(
     return sums.with_inputs(x, dq, dk, dv)
 
 
+def _beyond_float32(problem: Problem) -> bool:
+    """Whether factors of the scores leave float32's range, or come so near that scores might."""
+    return problem.dtype != "float64" and not all(
+        _SMALL <= abs(factor) <= _LARGE for factor in score_factors(problem) if factor
+    )
+
+
+def _in_float64(problem: Problem, x: Inputs) -> tuple[Problem, Inputs]:
+    q, k, v = (t.double() for t in (x.q, x.k, x.v))
+    return dataclasses.replace(problem, dtype="float64"), dataclasses.replace(x, q=q, k=k, v=v)
+
+
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """What backward is given per query, (B, Hq, Lq, ...) or packed."""
@@ -71,9 +94,9 @@ class _Saved:
     dlse: torch.Tensor | None
 
     def of_batch(self, batch: Batch) -> _Saved:
-        dlse = None if self.dlse is None else batch.queries(self.dlse)
         out, lse, dout = (batch.queries(t) for t in (self.out, self.lse, self.dout))
-        return _Saved(out, lse, dout, dlse)
+        dlse = None if self.dlse is None else batch.queries(self.dlse).contiguous()
+        return _Saved(out, lse.contiguous(), dout, dlse)  # sums follow the order of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +113,9 @@ class _Sums:
             pairs = problem.batch * problem.heads_q * problem.len_q * problem.len_k
             # Where every entry is its own nothing is summed; sums of many are taken in float64.
             wide = wide_dtype(x.q.dtype) if x.bias.numel() == pairs else torch.float64
-            dbias = torch.zeros(x.bias.shape, dtype=wide)
+            dbias = x.bias.new_zeros(x.bias.shape, dtype=wide)
         if wanted.sinks and x.sinks is not None:
-            dsinks = torch.zeros(x.sinks.shape, dtype=torch.float64)
+            dsinks = x.sinks.new_zeros(x.sinks.shape, dtype=torch.float64)
         return cls(dbias, dsinks)
 
     def with_inputs(
@@ -116,11 +139,11 @@ def _forward_batch(problem: Problem, x: Inputs, batch: Batch) -> tuple[torch.Ten
     cut, wide = _cut(problem, batch), wide_dtype(x.q.dtype)
     if cut is None:
         shape = (len(batch.index), problem.heads_q, batch.len_q)
-        out = torch.zeros((*shape, problem.dim_v), dtype=wide)
-        lse = torch.full(shape, -math.inf, dtype=wide)
+        out = x.q.new_zeros((*shape, problem.dim_v), dtype=wide)
+        lse = x.q.new_full(shape, -math.inf, dtype=wide)
     else:
         part = make_part(problem, x, batch, cut)
-        if not tame(part.q, part.k, part.v):
+        if not tame(part, part.v):
             part = scrub(part)
         out, lse = aten.forward(part) if aten.serves(part) else tiled.forward(part)
         out = _whole(out[..., : problem.dim_v], batch.len_q, cut.rows, 0.0)
@@ -136,12 +159,13 @@ def _backward_batch(
     if cut is None:
         _add_sinks(x, saved, torch.zeros_like(saved.lse), sums)
         q, k, v = batch.queries(x.q), batch.keys(x.k), batch.keys(x.v)
-        dq, dk, dv = (torch.zeros(t.shape, dtype=wide) for t in (q, k, v))
+        dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (q, k, v))
         return dq, dk, dv
     part = make_part(problem, x, batch, cut)
     out = aligned(saved.out[:, :, cut.rows], wide)
     dout = aligned(saved.dout[:, :, cut.rows], wide)
-    if not tame(part.q, part.k, part.v, dout):
+    dlse = () if saved.dlse is None else (saved.dlse[:, :, cut.rows],)
+    if not tame(part, part.v, dout, *dlse):
         part, dout = scrub(part), nan_for_inf(dout)
         if part.seen_rows is not None:
             dout = dout.where(part.seen_rows, 0)

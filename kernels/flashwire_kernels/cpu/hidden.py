@@ -1,8 +1,8 @@
 """Keeping what nobody sees from mattering, when it is NaN, infinite or huge.
 
-The fast path needs none of this: 0 times a finite number is 0. Only where `tame` has found a value
-that is not, the keys that mask and bias hide from a head, and the rows that they leave no key,
-are replaced by zeros; and an infinity becomes a NaN, so that no exponential makes it finite again.
+The fast path needs none of this: 0 times a finite number is 0. Only where something is not `tame`,
+the keys that mask and bias hide from a head, and the rows that they leave no key, are replaced by
+zeros; and an infinity becomes a NaN, so that no exponential makes it finite again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,26 @@ import torch
 from flashwire_kernels.cpu.part import Part, aligned
 from flashwire_kernels.geometry import Band
 
-_PAIRS_AT_ONCE = 1 << 20
+_PAIRS_AT_ONCE = 1 << 17
+_TAME = {torch.float32: 1e30, torch.float64: 1e300}  # squares below: no score is infinite
+
+
+def tame(part: Part, *summed: torch.Tensor) -> bool:
+    """False when a value is NaN, infinite or so large that it could make a score so.
+
+    `summed` are the other tensors that are multiplied by weights that are 0 where hidden. May be
+    false for huge finite values that do no harm.
+    """
+    if part.mask is None and part.bias is None:
+        # By position alone no row or key of a part is hidden altogether. Only what an exponential
+        # could make finite again needs a look; the cheapest is a product that it would spoil.
+        q, k = part.q.view(-1), part.k.view(-1)
+        products = [(q, k)] if q.numel() == k.numel() else [(q, q), (k, k)]
+        return all(math.isfinite(torch.dot(a, b).item()) for a, b in products)
+    if part.bias is not None and not part.bias.amax().item() < _TAME[part.q.dtype]:
+        return False
+    flat = [t.reshape(-1) for t in (part.q, part.k, *summed)]
+    return all(torch.dot(t, t).item() < _TAME[t.dtype] for t in flat)
 
 
 def scrub(part: Part) -> Part:
@@ -66,8 +85,8 @@ def _seen(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     len_q, len_k = part.q.shape[2], part.k.shape[2]
     given = [t for t in (part.mask, part.bias) if t is not None]
     b, h = (max(t.shape[dim] for t in given) for dim in (0, 1))
-    rows = torch.zeros((b, h, len_q), dtype=torch.bool)
-    keys = torch.zeros((b, h, len_k), dtype=torch.bool)
+    rows = part.q.new_zeros((b, h, len_q), dtype=torch.bool)
+    keys = part.q.new_zeros((b, h, len_k), dtype=torch.bool)
     step = max(1, _PAIRS_AT_ONCE // (b * h * len_k))
     for first in range(0, len_q, step):
         block = range(first, min(first + step, len_q))

@@ -14,7 +14,6 @@ from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.validation import Problem
 
 LINE = 64  # bytes; MKL's bits depend on addresses modulo this
-_TAME = {torch.float32: 1e15, torch.float64: 1e150}  # products of two, summed, stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class Cut:
 
 
 def make_part(problem: Problem, x: Inputs, batch: Batch, cut: Cut) -> Part:
-    """The part of `batch` inside `cut`. `careful` is left for `tame` and `scrub` to decide."""
+    """The part of `batch` inside `cut`; whether it needs care is for `hidden` to say."""
     spec = problem.spec
     wide = wide_dtype(x.q.dtype)
     q = batch.queries(x.q)[:, :, cut.rows]
@@ -141,16 +140,6 @@ def aligned(t: torch.Tensor, dtype: torch.dtype, rows: int | None = None) -> tor
     copy[:, :, length:].zero_()
     copy[:, :, :length, dim:].zero_()
     return copy
-
-
-def tame(*tensors: torch.Tensor) -> bool:
-    """True when no value is NaN, infinite or so large that a score could be."""
-    for t in tensors:
-        if t.numel():
-            low, high = torch.aminmax(t)
-            if not max(-low.item(), high.item()) < _TAME[t.dtype] or math.isnan(low.item()):
-                return False
-    return True
 
 
 def _slopes(slopes: torch.Tensor, batch: Batch, wide: torch.dtype) -> torch.Tensor:

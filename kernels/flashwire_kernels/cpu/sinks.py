@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from flashwire_kernels.cpu.lse import union
+
 
 def fold(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
@@ -15,7 +17,7 @@ def fold(
     lse' = log(exp(lse) + exp(sink)),   out' = out * exp(lse - lse')
     """
     logits = _logits(sinks, lse.dtype)
-    united = torch.logaddexp(lse, logits)
+    united = union(lse, logits)
     share = (lse - united).exp_().masked_fill_(united == -math.inf, 0)
     return out * share[..., None], united
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 
 from flashwire_kernels.errors import InvalidAttention, NotEnoughMemory, UnsupportedBackend
-from flashwire_service.compute.residuals import Gone
+from flashwire_service.compute.residuals import Gone, TooLargeToKeep
+from flashwire_service.errors import EXHAUSTED, is_exhaustion
 from flashwire_service.ipc.frames import Failure, Job
 
 _GONE = "the residual has expired, was released, made room for others, or ended with its worker"
@@ -21,10 +22,32 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _OUTSIDE_REQUEST = ("mine.", "dout", "dlse", "backend")
 
 
-def failure_of(error: BaseException, job: Job) -> Failure:
-    """The failure that an exception amounts to, its fields named as in the message."""
-    place = _in_check if job.route == "check" else str
-    return dataclasses.replace(_failure_of(error, place), id=job.id)
+def failure_of(error: BaseException, job: Job, max_materialise: int) -> Failure:
+    """The failure that an exception amounts to, its fields named as in the message.
+
+    max_materialise is the setting of that name: it tells whose limit was met.
+    """
+    if isinstance(error, NotEnoughMemory):
+        failure = _make("not_enough_memory", f"{error}{_way_out(error, job, max_materialise)}")
+    else:
+        failure = _failure_of(error, _in_check if job.route == "check" else str)
+    return dataclasses.replace(failure, id=job.id)
+
+
+def _way_out(error: NotEnoughMemory, job: Job, max_materialise: int) -> str:
+    """Which limit it was, and what can be done."""
+    if isinstance(error, TooLargeToKeep):
+        return (
+            " for saved forwards: send the inputs to backward instead of saving, or raise "
+            "FLASHWIRE_RESIDUAL_BYTES"
+        )
+    if error.available == max_materialise:
+        asks = "" if job.route == "check" else "backend 'auto', "
+        return (
+            f" to the reference and to checks: use {asks}shorter sequences or fewer heads and "
+            "batch entries, or raise FLASHWIRE_MAX_MATERIALISE_BYTES"
+        )
+    return " on this device now: use shorter sequences or fewer heads and batch entries"
 
 
 def _in_check(field: str) -> str:
@@ -38,12 +61,12 @@ def _failure_of(error: BaseException, place: Callable[[str], str]) -> Failure:
         return _make("invalid", "; ".join(reasons), fields[0], reasons)
     if isinstance(error, UnsupportedBackend):
         return _make("unsupported_backend", str(error), place("backend"), list(error.reasons))
-    if isinstance(error, NotEnoughMemory):
-        return _make("not_enough_memory", str(error))
     if isinstance(error, Gone):
         return _make("gone", _GONE)
     if is_out_of_memory(error):
         return _make("not_enough_memory", "the device ran out of memory while computing this")
+    if is_exhaustion(error):
+        return _make("queue_full", EXHAUSTED)
     return _make("internal", "the worker failed to compute this; the server's log says why")
 
 

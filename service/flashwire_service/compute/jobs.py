@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,7 @@ class Jobs:
                 out=forward.out,
                 lse=forward.lse,
                 backend=forward.backend,
+                skipped=forward.skipped,
             )
             outcome.residual = outcome.values["residual"] = self._residuals.keep(saved, job.owner)
         return outcome
@@ -134,6 +135,7 @@ class Jobs:
         if "dout" not in own:
             raise InvalidAttention([Violation("dout", "is missing")])
         key = options.get("residual")
+        skipped: tuple[Skipped, ...] = ()
         if key is None:
             spec = _spec(options)
             backend = options.get("backend") or "auto"
@@ -142,6 +144,7 @@ class Jobs:
             spec, tensors = saved.spec, dict(saved.tensors)
             own |= {"out": saved.out, "lse": saved.lse}
             backend = options.get("backend") or saved.backend
+            skipped = () if options.get("backend") else saved.skipped
         wanted = _wanted(options, tensors)
         limit = self._memory_limit(job, backend, tensors, _total_bytes(tensors))
         backward = api.backward(
@@ -150,7 +153,7 @@ class Jobs:
         g = backward.gradients
         return Outcome(
             tensors={"dq": g.dq, "dk": g.dk, "dv": g.dv, "dbias": g.dbias, "dsinks": g.dsinks},
-            meta=self._meta(backward, spec),
+            meta=self._meta(replace(backward, skipped=backward.skipped or skipped), spec),
             used=key if options.get("release") else None,
         )
 
@@ -170,7 +173,7 @@ class Jobs:
             "backend": report.want if mine else report.got,
             "device": str(self._device),
             "skipped": _skipped(report.skipped),
-            "precision": spec.precision,
+            "precision": report.precision,
             "got": report.got,
             "want": report.want,
         }
@@ -239,7 +242,7 @@ class Jobs:
         }
 
     def _failure(self, job: Job, error: Exception) -> Failure:
-        failure = failure_of(error, job)
+        failure = failure_of(error, job, self._max_materialise)
         if failure.code == "internal":
             self._log.error("job failed", route=job.route, error=traceback.format_exc())
             self._look_after_device()

@@ -11,6 +11,7 @@ import selectors
 import socket
 
 from flashwire_service.compute.intake import Intake, Ticket
+from flashwire_service.errors import EXHAUSTED, is_exhaustion
 from flashwire_service.ipc.channel import Channel, ChannelClosed
 from flashwire_service.ipc.frames import (
     Attach,
@@ -49,14 +50,22 @@ class Links:
             self._selector.close()
             os.close(self._wake)
 
-    def answer(self, ticket: Ticket, frame: Reply | Failure, fd: int | None = None) -> None:
-        """Send an answer; called by the compute loop. A front end that is gone wants none."""
+    def answer(self, ticket: Ticket, frame: Reply | Failure, fd: int | None = None) -> bool:
+        """Send an answer; called by the compute loop. False when its front end is gone, or was sent
+        a refusal in its place.
+        """
         try:
             ticket.channel.post(frame, fd)
         except ChannelClosed:
-            return
+            return False
+        except OSError as e:
+            if not is_exhaustion(e) or fd is None:
+                raise
+            self.answer(ticket, _exhausted(ticket.job))
+            return False
         if ticket.channel.waiting:
             os.eventfd_write(self._wake, 1)
+        return True
 
     def _turn(self) -> None:
         for key, events in self._selector.select():
@@ -95,8 +104,15 @@ class Links:
             raise TypeError(f"a worker takes no {frame.kind}")
 
     def _admit(self, channel: Channel, job: Job, fd: int | None) -> None:
-        ticket = Ticket(job, channel, None if fd is None else Memory.receive(fd, job.size))
-        refusal = self._intake.offer(ticket)
+        ticket = Ticket(job, channel)
+        try:
+            ticket.memory = None if fd is None else Memory.receive(fd, job.size)
+            lost = fd is None and job.body is None and job.size > 0
+        except OSError as e:
+            if not is_exhaustion(e):
+                raise
+            lost = True
+        refusal = _exhausted(job) if lost else self._intake.offer(ticket)
         if refusal is not None:
             self.answer(ticket, refusal)
 
@@ -129,3 +145,7 @@ class Links:
         except ChannelClosed:  # the read that follows finds the same
             pass
         self._selector.modify(channel, selectors.EVENT_READ)
+
+
+def _exhausted(job: Job) -> Failure:
+    return Failure(id=job.id, code="queue_full", detail=EXHAUSTED)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashwire_kernels.errors import NotEnoughMemory
+from flashwire_kernels.tensors import Skipped
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service import residual_id
 
@@ -20,15 +21,21 @@ class Gone(Exception):
     """No such forward is held for this owner: it expired, was released or fell to the budget."""
 
 
+class TooLargeToKeep(NotEnoughMemory):
+    """A forward larger than all saved forwards together may be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A forward: its options, its inputs and results (copies of its own), and who computed it."""
+    """A forward: its options, its inputs and results (copies of its own), and who computed it,
+    past which faster backends."""
 
     spec: AttentionSpec
     tensors: Mapping[str, torch.Tensor]  # q, k, v and the optional ones, by name
     out: torch.Tensor
     lse: torch.Tensor
     backend: str
+    skipped: tuple[Skipped, ...]
 
     @property
     def nbytes(self) -> int:
@@ -71,12 +78,12 @@ class Residuals:
         return len(self._entries)
 
     def require(self, nbytes: int) -> None:
-        """Raises NotEnoughMemory when a forward of that size could never be kept."""
+        """Raises TooLargeToKeep when a forward of that size could never be kept."""
         if nbytes > self._max_bytes:
-            raise NotEnoughMemory(nbytes, self._max_bytes)
+            raise TooLargeToKeep(nbytes, self._max_bytes)
 
     def keep(self, saved: Saved, owner: str) -> str:
-        """Hold a forward and return its id. Raises NotEnoughMemory when it exceeds the budget."""
+        """Hold a forward and return its id. Raises TooLargeToKeep when it exceeds the budget."""
         nbytes = saved.nbytes
         self.require(nbytes)
         while self._held + nbytes > self._max_bytes:

@@ -83,10 +83,8 @@ def _compute(
         answer = jobs.run(ticket, queue_depth=intake.depth)
         intake.finish(ticket, time.monotonic() - started)
         try:
-            if ticket.abandoned:
+            if ticket.abandoned or not links.answer(ticket, answer.frame, answer.fd):
                 jobs.discard(ticket, answer)
-            else:
-                links.answer(ticket, answer.frame, answer.fd)
         finally:
             answer.close()
         if jobs.broken:

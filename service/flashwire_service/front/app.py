@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgpack
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import ClientDisconnect
 
@@ -21,7 +21,7 @@ from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
 from flashwire_service.front import body, checks, metrics, planning, problems, reference, schemas
 from flashwire_service.front.edge import Edge
-from flashwire_service.front.info import describe
+from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
@@ -212,6 +212,12 @@ async def release(request: Request, residual: str, front: FrontEnd, owner: Owner
     return Response(status_code=204)
 
 
+@_open.head("/", include_in_schema=False)
+@_open.get("/", include_in_schema=False)
+async def root() -> RedirectResponse:
+    return RedirectResponse("/docs")
+
+
 @_open.head("/healthz", include_in_schema=False)
 @_open.get("/healthz", summary="The process lives")
 async def healthz() -> dict[str, str]:
@@ -274,13 +280,15 @@ def timeout_s(request: Request, settings: Settings) -> float:
     given = request.headers.get(_TIMEOUT_HEADER)
     if given is None:
         return settings.max_timeout_ms / 1000
-    if not re.fullmatch("[0-9]{1,15}", given) or int(given) < 1:
+    digits = given.strip().lstrip("0")
+    if not re.fullmatch("[0-9]+", digits):
         raise Refusal(
             "invalid",
             f"{_TIMEOUT_HEADER} must be a positive whole number of milliseconds",
             field=_TIMEOUT_HEADER,
         )
-    return min(int(given), settings.max_timeout_ms) / 1000
+    most = settings.max_timeout_ms
+    return (most if len(digits) > len(str(most)) else min(int(digits), most)) / 1000
 
 
 async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:
@@ -314,7 +322,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(
             title="flashwire",
             version=version("flashwire"),
-            description=_DESCRIPTION,
+            description=f"{_DESCRIPTION} {lacking()}".strip(),
             routes=app.routes,
         )
         schema["components"]["schemas"] = schemas.components()

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from flashwire import wire
 from flashwire_kernels.errors import InvalidAttention, Violation
 from flashwire_kernels.types import AttentionSpec, TensorHeader
-from flashwire_kernels.validation import TENSORS, Problem, resolve
+from flashwire_kernels.validation import TENSORS, Problem, check_size, resolve
 from flashwire_service.errors import Refusal
 from flashwire_service.front import models
 from flashwire_service.front.message import Message
@@ -78,6 +78,8 @@ def backward_by_residual(message: Message) -> dict[str, Any]:
     options = models.parse(models.ResidualOptions, given, wire.BACKWARD, wrong)
     if "dout" not in headers:
         wrong.append(Violation("dout", "is missing"))
+    for name, header in headers.items():  # only the worker knows what shape it must have
+        wrong += check_size(name, header)
     if options is None or wrong:
         raise refusal(wrong)
     return job_options(options)

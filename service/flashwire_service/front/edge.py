@@ -5,6 +5,7 @@ Pure ASGI, around all routes. Keys are checked in app.py, where the documentatio
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from flashwire_service.errors import Refusal
+from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.front import problems
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.logs import Log
@@ -78,6 +79,11 @@ class Edge:
                     await self._app(scope, receive, send)
             except ClientDisconnect:
                 exchange.status = _CLIENT_LEFT
+            except asyncio.CancelledError:  # uvicorn does this once the grace period has passed
+                if exchange.status:
+                    raise
+                refusal = Refusal("draining", "the server is shutting down")
+                await problems.response(refusal, exchange.id)(scope, receive, send)
             except Exception as exc:  # the last catch
                 await self._failed(exchange, exc, scope, receive, send)
         self._done(exchange, scope)
@@ -95,7 +101,10 @@ class Edge:
         self._log.error("fault", id=exchange.id, exception=type(exc).__name__, at=frames[-4:])
         if exchange.status:  # the reply has begun: cut it off rather than pass it for whole
             raise ConnectionAbortedError from exc
-        refusal = Refusal("internal", "a fault of the server's; the request id is in its log")
+        if is_exhaustion(exc):
+            refusal = Refusal("queue_full", EXHAUSTED)
+        else:
+            refusal = Refusal("internal", "a fault of the server's; the request id is in its log")
         await problems.response(refusal, exchange.id)(scope, receive, send)
 
     def _done(self, exchange: _Exchange, scope: Scope) -> None:

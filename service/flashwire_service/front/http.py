@@ -3,6 +3,10 @@
 Bytes that are no request, and heads over their limit, get a problem document. A reply given before
 the request's body has come is followed by a short lingering, in which the rest of the body is
 thrown away: closing at once would reset the connection under the client before it read the reply.
+
+uvicorn times a connection from its first reply on, and only while nothing comes. Here a clock also
+runs from the start, and from the first byte of a head to its last: whoever sends nothing, or half a
+head, or a byte now and then, does not keep a connection.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from flashwire_service.front import problems
 
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
+_MAX_DIGITS = 19  # of a 64-bit length
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
@@ -41,9 +46,15 @@ class Protocol(HttpToolsProtocol):
         self._body_complete = True
         self._lingering = False
         self._discarded = 0
+        self._patience: asyncio.TimerHandle | None = None  # for the next head to be complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
+        self._start_patience()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_patience()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -57,12 +68,15 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)  # from the second piece on: a head without an end
             if self._head_bytes > self.max_header_bytes:
                 self._refuse(self._headers_too_large())
+        if self._patience is None and not self._answering and not self.transport.is_closing():
+            self._start_patience()  # uvicorn has just stopped its own clock
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
         self._body_complete = False
+        self._start_patience()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers have no use here
@@ -70,13 +84,12 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        self._end_patience()
         app = self.app
         upgrade = self.parser.should_upgrade()
-        if size > self.max_header_bytes:
-            self.app = _answering(self._headers_too_large())
-        elif upgrade and any(name in _BODY_HEADERS for name, _ in self.headers):
-            self.app = _answering(Refusal("malformed", "send this without an Upgrade header"))
+        refusal = self._objection(upgrade)
+        if refusal is not None:
+            self.app = _answering(refusal)
         try:
             super().on_headers_complete()
         finally:
@@ -103,6 +116,33 @@ class Protocol(HttpToolsProtocol):
         """Whether the client may still be sending: a body, or what was no request."""
         return not self._body_complete
 
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_patience(self) -> None:
+        self._end_patience()
+        self._patience = self.loop.call_later(self.timeout_keep_alive, self._lose_patience)
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self) -> None:
+        """No complete head came in time."""
+        self._patience = None
+        if self.transport.is_closing():
+            return
+        if self._answering:  # meanwhile what follows may be left unread
+            self._start_patience()
+        elif self._in_head:
+            limit = f"{self.timeout_keep_alive:g} s"
+            said = f"the head of a request was not complete {limit} after its first byte"
+            self._refuse(Refusal("request_timeout", said))
+        else:
+            self.transport.close()
+
     def linger(self, transport: asyncio.Transport) -> None:
         """Say that no more will be sent, and let the client read before the end."""
         self._lingering = True
@@ -110,6 +150,21 @@ class Protocol(HttpToolsProtocol):
         if transport.can_write_eof():
             transport.write_eof()
         self.loop.call_later(LINGER_S, transport.close)
+
+    def _objection(self, upgrade: bool) -> Refusal | None:
+        """Why a head that the parser accepts is not accepted here."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.max_header_bytes:
+            return self._headers_too_large()
+        for name, value in self.headers:
+            if name == b"content-length" and len(value) > _MAX_DIGITS:
+                return Refusal("malformed", "Content-Length has too many digits")
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                said = "no transfer encoding but chunked is spoken here"
+                return Refusal("unsupported_media_type", said)
+            if upgrade and name in _BODY_HEADERS:
+                return Refusal("malformed", "send this without an Upgrade header")
+        return None
 
     def _headers_too_large(self) -> Refusal:
         limit = self.max_header_bytes
@@ -123,7 +178,7 @@ class Protocol(HttpToolsProtocol):
         """
         self._body_complete = False
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
+        if self._answering:
             in_body = cycle.more_body and not self.pipeline and not cycle.response_started
             if not in_body:
                 cycle.keep_alive = False

@@ -9,7 +9,7 @@ from typing import Any
 from flashwire import wire
 from flashwire_kernels import support
 from flashwire_kernels.types import FLOAT_DTYPES, AttentionSpec, TensorHeader
-from flashwire_kernels.validation import resolve
+from flashwire_kernels.validation import Problem, resolve
 from flashwire_service.front import json_codec
 from flashwire_service.settings import Settings
 
@@ -47,9 +47,25 @@ def describe(settings: Settings, workers: Mapping[int, Mapping[str, Any]]) -> di
 
 def _backends(device: str) -> list[dict[str, Any]]:
     """Each backend, fastest first; `reasons` say why one cannot run even a plain attention here."""
-    header = TensorHeader("float32", (1, 1, 1, 8))
-    plain = resolve(AttentionSpec(), dict.fromkeys("qkv", header))
+    plain = _plain()
     return [
         {"backend": name, "reasons": list(support.reasons(name, plain, device))}
         for name in support.BACKENDS
     ]
+
+
+def lacking() -> str:
+    """A sentence on each backend that runs a plain attention on no kind of device; else ""."""
+    plain = _plain()
+    sentences = []
+    for name in support.BACKENDS:
+        by_device = [support.reasons(name, plain, device) for device in ("cuda:0", "cpu")]
+        if all(by_device):
+            reasons = (reason.removeprefix("backend: ") for reason in by_device[0])
+            sentences.append(f"Backend {'; '.join(reasons)}.")
+    return " ".join(sentences)
+
+
+def _plain() -> Problem:
+    header = TensorHeader("float32", (1, 1, 1, 8))
+    return resolve(AttentionSpec(), dict.fromkeys("qkv", header))

@@ -26,7 +26,8 @@ MAX_BYTES = 2**20
 MAX_NESTING = 32
 MAX_RANK = wire.Limits().max_rank
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# An unfinished string runs to the end, and nothing is tried twice: each byte is looked at once.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 def decode(body: bytes, schema: wire.Schema) -> Message:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashwire.wire import TensorRef
-from flashwire_service.errors import Refusal
+from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.ipc.channel import AsyncChannel, Channel, ChannelClosed, PacketTooLarge
 from flashwire_service.ipc.frames import (
     Attach,
@@ -76,7 +76,8 @@ class Pool:
     """Attached workers. Use it from its event loop only.
 
     on_drain(grace) is called when the supervisor wants this process to finish and end,
-    on_orphaned() when the supervisor is gone.
+    on_orphaned() when the supervisor is gone, or a worker that it sent did not arrive: this process
+    is then better replaced.
     """
 
     def __init__(self, on_drain: Callable[[float], None], on_orphaned: Callable[[], None]) -> None:
@@ -107,7 +108,7 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether a worker takes jobs, and this process is not ending."""
-        return not self.draining and any(w.hello for w in self._workers.values())
+        return not self.draining and bool(self._ready())
 
     @property
     def facts(self) -> dict[int, Mapping[str, Any]]:
@@ -125,17 +126,28 @@ class Pool:
     async def run(self, work: Work, worker: int | None = None) -> Answer:
         """The answer of the least busy worker, or of the named one. The caller closes its memory.
 
+        Work is pure: where its worker dies, another one that is ready gets it, once.
+
         Raises Refusal: what the worker refused; no_worker; worker_died; deadline_exceeded; gone
-        when the named worker is not there. When cancelled, it tells the worker that nobody waits.
+        when the named worker is not there; queue_full when there is no descriptor left. When
+        cancelled, it tells the worker that nobody waits.
         """
-        chosen = self._choose(worker)
-        job = self._job(work)
+        deadline = time.monotonic() + work.timeout_s
+        try:
+            return await self._run_on(self._choose(worker), work, deadline)
+        except Refusal as refusal:
+            if refusal.code != "worker_died" or worker is not None or not self._ready():
+                raise
+        return await self._run_on(self._choose(None), work, deadline)
+
+    async def _run_on(self, chosen: _Worker, work: Work, deadline: float) -> Answer:
+        job = self._job(work, deadline)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         chosen.waiting[job.id] = future
         try:
             fd = work.body.fd if isinstance(work.body, Memory) else None
             chosen.channel.send(job, fd)
-            async with asyncio.timeout(work.timeout_s):
+            async with asyncio.timeout(deadline - time.monotonic()):
                 return await future
         except ChannelClosed:
             raise _died() from None
@@ -151,8 +163,11 @@ class Pool:
         finally:
             del chosen.waiting[job.id]
 
+    def _ready(self) -> list[_Worker]:
+        return [w for w in self._workers.values() if w.hello]
+
     def _choose(self, index: int | None) -> _Worker:
-        ready = [w for w in self._workers.values() if w.hello]
+        ready = self._ready()
         if index is not None:
             ready = [w for w in ready if w.index == index]
             if not ready:  # what it held went with it
@@ -161,8 +176,7 @@ class Pool:
             raise Refusal("no_worker", "no worker is ready")
         return min(ready, key=lambda w: len(w.waiting))
 
-    def _job(self, work: Work) -> Job:
-        now = time.monotonic()
+    def _job(self, work: Work, deadline: float) -> Job:
         return Job(
             id=next(self._ids),
             route=work.route,
@@ -175,14 +189,16 @@ class Pool:
             body=work.body if isinstance(work.body, bytes) else None,
             owner=work.owner,
             accept=work.accept,
-            received=now,
-            deadline=now + work.timeout_s,
+            received=time.monotonic(),
+            deadline=deadline,
         )
 
     def _on_control(self, frame: Frame, fd: int | None) -> None:
         match frame:
             case Attach() if fd is not None:
                 self.attach(frame.peer, socket.socket(fileno=fd))
+            case Attach():  # there was no descriptor for it, and nobody will send it again
+                self._on_orphaned()
             case Drain():
                 self._on_drain(frame.grace)
 
@@ -191,9 +207,7 @@ class Pool:
             case Hello():
                 worker.hello = frame
             case Reply():
-                memory = None if fd is None else Memory.receive(fd, frame.size)
-                if future := _unanswered(worker, frame.id):
-                    future.set_result(Answer(frame, memory, worker.index))
+                self._on_reply(worker, frame, fd)
             case Failure():
                 if future := _unanswered(worker, frame.id):
                     future.set_exception(
@@ -205,6 +219,22 @@ class Pool:
                             retry_after=frame.retry_after,
                         )
                     )
+
+    def _on_reply(self, worker: _Worker, reply: Reply, fd: int | None) -> None:
+        future = _unanswered(worker, reply.id)
+        try:
+            memory = None if fd is None else Memory.receive(fd, reply.size)
+        except OSError as exc:
+            if not is_exhaustion(exc):
+                raise
+            memory = None
+        if future is None:
+            if memory is not None:
+                memory.close()
+        elif memory is None and reply.body is None and reply.size:
+            future.set_exception(Refusal("queue_full", EXHAUSTED))
+        else:
+            future.set_result(Answer(reply, memory, worker.index))
 
     def _lose(self, worker: _Worker) -> None:
         """A worker has ended: whoever waits for it is told so."""

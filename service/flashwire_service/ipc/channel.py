@@ -100,7 +100,11 @@ class Channel:
                 raise TimeoutError("the peer does not read")
 
     def try_recv(self) -> tuple[Frame, int | None] | None:
-        """The next frame and its descriptor, None when none has come. Raises ChannelClosed."""
+        """The next frame and its descriptor, None when none has come. Raises ChannelClosed.
+
+        A process that has no descriptor to spare gets the frame alone: its receiver sees that it
+        lacks what it tells of.
+        """
         try:
             size, ancillary, flags = self._recvmsg()
         except BlockingIOError:
@@ -111,7 +115,8 @@ class Channel:
         try:
             if size == 0:
                 raise ChannelClosed
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+            cut = socket.MSG_TRUNC | (socket.MSG_CTRUNC if fds else 0)
+            if flags & cut or len(fds) > 1:
                 raise ValueError("a packet of more than one frame and one descriptor")
             frame = frames.decode(memoryview(self._buffer)[:size])
         except BaseException:

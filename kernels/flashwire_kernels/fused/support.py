@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 from flashwire_kernels.validation import Problem
@@ -19,7 +20,7 @@ def reasons(problem: Problem, device: str) -> list[str]:
     kind = device.partition(":")[0]
     if kind not in DEVICES:
         found.append(f"device: the tensors are on {device!r}, this backend computes on GPUs only")
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         found.append("triton: the package is not installed")
     if problem.dtype not in _DTYPES:
         found.append(f"dtype: must be one of {', '.join(_DTYPES)}, got {problem.dtype}")
@@ -30,6 +31,12 @@ def reasons(problem: Problem, device: str) -> list[str]:
         if length > MAX_LENGTH:
             found.append(f"{name}: a sequence must have at most {MAX_LENGTH} rows, got {length}")
     return found
+
+
+@functools.cache
+def _installed() -> bool:
+    """Asked of every request, and slow to find out."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def precision(problem: Problem) -> str:

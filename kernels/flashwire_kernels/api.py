@@ -5,8 +5,10 @@ Tensors are read as they lie, in the caller's layout and rank, and results come 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -85,7 +87,7 @@ def forward(
     )
     name, skipped = _choose(backend, call.problem, q.device)
     _check_memory(name, call.problem, memory_limit, backward=False)
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         out, lse = _load(name).forward(call.problem, call.inputs)
     return Forward(
         out=call.restore(out),
@@ -142,7 +144,7 @@ def backward(
     _check_memory(name, call.problem, memory_limit, backward=True)
     runner = _load(name)
     seen_dlse = None if dlse is None else call.view_lse(dlse)
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         if out is None or lse is None:
             seen_out, seen_lse = runner.forward(call.problem, call.inputs)
         else:
@@ -207,11 +209,13 @@ class _Call:
             return t
         if self.problem.spec.layout == "blhd" and self.problem.rank != 2:
             t = t.transpose(1, 2)
-        return t[(0,) * (4 - self.problem.rank)]
+        return t if self.problem.rank == 4 else t[(0,) * (4 - self.problem.rank)]
 
     def restore_lse(self, t: torch.Tensor) -> torch.Tensor:
         """The inverse of `view_lse`."""
-        return t if self.problem.packed else t[(0,) * (4 - self.problem.rank)]
+        if self.problem.packed or self.problem.rank == 4:
+            return t
+        return t[(0,) * (4 - self.problem.rank)]
 
     def check_saved(
         self,
@@ -292,6 +296,13 @@ def _offsets_header(offsets: Offsets) -> TensorHeader:
     if isinstance(offsets, torch.Tensor):
         return header(offsets)
     return TensorHeader("int64", (len(offsets),))
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Entering torch.autocast takes as long as a tenth of a small attention: only when it is on."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _choose(

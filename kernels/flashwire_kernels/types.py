@@ -93,7 +93,7 @@ class AttentionSpec:
     def _normalise(self) -> None:
         """Equal meanings become equal values: -1 is an open end, a fully open window is none."""
         if self.scale is not None:
-            object.__setattr__(self, "scale", float(self.scale))
+            object.__setattr__(self, "scale", float(self.scale) + 0.0)  # -0.0 is 0.0
         if self.window is not None:
             left, right = (None if end == -1 else end for end in self.window)
             open_both = left is None and right is None

@@ -7,6 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -24,6 +25,7 @@ from flashwire_kernels.types import (
 )
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+_PLAIN = {"q", "k", "v", *OFFSETS}
 TENSORS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", *OFFSETS)
 
 
@@ -116,6 +118,12 @@ def resolve(spec: AttentionSpec, headers: Mapping[str, TensorHeader]) -> Problem
     Raises InvalidAttention naming every violation. For a packed problem, call `with_offsets` once
     the offsets' values are known.
     """
+    return _resolve(spec, tuple(headers.items()))
+
+
+@functools.lru_cache(maxsize=256)  # calls that are alike follow each other
+def _resolve(spec: AttentionSpec, items: tuple[tuple[str, TensorHeader], ...]) -> Problem:
+    headers = dict(items)
     wrong = [Violation(name, "is missing") for name in "qkv" if name not in headers]
     wrong += [
         Violation(name, f"is no tensor of attention; known: {', '.join(TENSORS)}")
@@ -272,6 +280,8 @@ def _check_heads_and_dims(hq: int, hk: int, hv: int, d: int, dk: int, dv: int) -
 
 
 def _with_optional(problem: Problem, headers: Mapping[str, TensorHeader]) -> Problem:
+    if headers.keys() <= _PLAIN:
+        return problem
     return dataclasses.replace(
         problem,
         mask=headers.get("mask"),

@@ -28,7 +28,7 @@ def forward(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         return out.to(x.q.dtype), lse.float()
     if not problem.packed:
         out, lse = _forward_batch(problem, x, next(batches(problem, x)))
-        return out.to(x.q.dtype), lse
+        return (out if out.dtype == x.q.dtype else out.to(x.q.dtype)), lse
     out = x.q.new_zeros((*x.q.shape[:-1], problem.dim_v))
     lse = x.q.new_full(x.q.shape[:-1], -math.inf, dtype=wide_dtype(x.q.dtype))
     for batch in batches(problem, x):
@@ -146,7 +146,9 @@ def _forward_batch(problem: Problem, x: Inputs, batch: Batch) -> tuple[torch.Ten
         if not tame(part, part.v):
             part = scrub(part)
         out, lse = aten.forward(part) if aten.serves(part) else tiled.forward(part)
-        out = _whole(out[..., : problem.dim_v], batch.len_q, cut.rows, 0.0)
+        if out.shape[3] != problem.dim_v:
+            out = out[..., : problem.dim_v]
+        out = _whole(out, batch.len_q, cut.rows, 0.0)
         lse = _whole(lse, batch.len_q, cut.rows, -math.inf)
     return (out, lse) if x.sinks is None else sinks.fold(out, lse, x.sinks)
 

@@ -1,13 +1,11 @@
 """What is particular to the triton backend: its kernels interpreted, and its choices."""
 
-import dataclasses
 import math
 
 import pytest
 
 from flashwire_kernels import api
 from flashwire_kernels.errors import UnsupportedBackend
-from flashwire_kernels.fused.config import Config
 from flashwire_kernels.testing import Case, make
 from flashwire_kernels.types import AttentionSpec
 
@@ -35,13 +33,6 @@ def test_infinite_keys_that_were_counted(form, value, fast_backend, monkeypatch,
 def test_few_queries_share_out_their_keys(form, options, fast_backend, assert_conforms):
     case = Case(**form, **options, heads_q=6, heads_kv=2, dtype="bfloat16")
     assert_conforms(case, fast_backend)
-
-
-@pytest.mark.parametrize("wrong", [{"m": 48}, {"n": 8}, {"warps": 3}, {"stages": 0},
-                                   {"split": 100}], ids=str)  # fmt: skip
-def test_a_configuration_that_cannot_be(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        dataclasses.replace(Config(m=64, n=64), **wrong)
 
 
 def test_every_reason_is_named():

@@ -1,16 +1,33 @@
 """Launch configurations: which tile sizes, warps and pipeline stages a kernel runs with.
 
-The table holds what ahead-of-time compilation shows to be without spills (bench/audit.py); a GPU
-has not measured it.
+shipped/<pass>.toml holds a line for each architecture, width of a number, head dimension and
+whether scores are modified. What ahead-of-time compilation shows (bench/audit.py) chooses them,
+until a GPU has measured them (bench/tune.py).
 """
 
 from __future__ import annotations
 
+import functools
+import tomllib
 from dataclasses import dataclass
-from typing import Literal
+from importlib.resources import files
+from typing import Literal, NamedTuple
 
 Pass = Literal["forward", "keys", "queries", "decode"]
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "decode")
+
+SHARED_BYTES = {
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+    "sm_120": 99 << 10, "gfx942": 64 << 10,
+}  # fmt: skip
+"""The families that configurations are shipped for, and the shared memory that a block may use
+(CUDA C++ Programming Guide, compute capabilities; AMD CDNA 3 ISA, local data share).
+"""
+
+MAX_DECODE_ROWS = 64
+"""Queries times the heads that share keys, up to which the keys are split."""
+
+_WIDTHS = {2: "half", 4: "single"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +35,7 @@ class Config:
     """m queries by n keys, computed by `warps` warps with loads `stages` ahead.
 
     split        of a decode, how many keys a program takes; m is the number of rows there are
-    descriptors  whole tiles of keys come by tensor descriptors (TMA) where the layout allows it
+    descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     """
 
     m: int
@@ -46,98 +63,57 @@ class Config:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-MAX_DECODE_ROWS = 64
-"""Queries times the heads that share keys, up to which the keys are split."""
+class Key(NamedTuple):
+    """What a shipped configuration is for.
+
+    family is one of SHARED_BYTES; item_size 2 or 4 bytes; dim the largest padded head dimension it
+    serves, of q and v; modified: masks, bias, softcap, ALiBi or dropout need registers beside the
+    products.
+    """
+
+    kind: Pass
+    family: str
+    item_size: int
+    dim: int
+    modified: bool
+
 
 _INTERPRETED = Config(m=64, n=64, descriptors=True)
 _INTERPRETED_DECODE = Config(m=64, n=32, split=64)
 
 
 def choose(kind: Pass, arch: str, item_size: int, dim: int, *, modified: bool) -> Config:
-    """The configuration of a pass.
-
-    arch is "sm_90", "gfx942", or "interpreter"; dim the padded head dimension, the larger of q's
-    and v's; modified: masks, bias, softcap, ALiBi or dropout need registers beside the products.
-    """
+    """The configuration of a pass; arch is "sm_90", "gfx942", or "interpreter"."""
     if arch == "interpreter":
         return _INTERPRETED_DECODE if kind == "decode" else _INTERPRETED
-    if item_size == 4:
-        return _WIDE[kind][dim]
-    family = _family(arch)
-    config = _TABLE[family, kind][dim]
-    return _MODIFIED[kind][dim] if modified else config
+    served = min(d for d in _dims(kind) if d >= dim)
+    return shipped(kind)[Key(kind, family(arch), item_size, served, modified)]
 
 
-def _family(arch: str) -> str:
+def family(arch: str) -> str:
+    """The family whose configurations an architecture runs with."""
+    if arch in SHARED_BYTES:
+        return arch
     if arch.startswith("gfx"):
-        return "gfx"
-    return arch if arch in ("sm_90", "sm_100") else "sm_80"
+        return "gfx942"
+    major = int(arch.removeprefix("sm_")) // 10
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}.get(major, "sm_86")
 
 
-def _by_dim(at_64: Config, at_128: Config, at_256: Config) -> dict[int, Config]:
-    return {16: at_64, 32: at_64, 64: at_64, 128: at_128, 256: at_256}
+@functools.cache
+def shipped(kind: Pass) -> dict[Key, Config]:
+    """Every shipped configuration of a pass. Raises ValueError for one that cannot be."""
+    text = (files(__package__) / "shipped" / f"{kind}.toml").read_text()
+    found = {}
+    for family_name, widths in tomllib.loads(text).items():
+        for item_size, width in _WIDTHS.items():
+            for name, fields in widths[width].items():
+                dim, _, modified = name.removeprefix("d").partition("_")
+                key = Key(kind, family_name, item_size, int(dim), bool(modified))
+                found[key] = Config(**fields)
+    return found
 
 
-_WIDE: dict[Pass, dict[int, Config]] = {
-    "forward": _by_dim(
-        Config(m=64, n=64), Config(m=64, n=32, warps=8), Config(m=32, n=32, warps=8, stages=1)
-    ),
-    "keys": _by_dim(
-        Config(m=32, n=64, warps=8),
-        Config(m=32, n=32, warps=8, stages=1),
-        Config(m=16, n=32, warps=8, stages=1),
-    ),
-    "queries": _by_dim(
-        Config(m=64, n=32, warps=8),
-        Config(m=32, n=32, warps=8, stages=1),
-        Config(m=32, n=16, warps=8, stages=1),
-    ),
-    "decode": _by_dim(
-        Config(m=64, n=64, split=512),
-        Config(m=64, n=32, split=512),
-        Config(m=64, n=32, split=512, stages=1),
-    ),
-}
-_MODIFIED: dict[Pass, dict[int, Config]] = {
-    "forward": _by_dim(
-        Config(m=64, n=64), Config(m=64, n=64), Config(m=64, n=32, warps=8, stages=1)
-    ),
-    "keys": _by_dim(
-        Config(m=64, n=64), Config(m=32, n=64, warps=8), Config(m=32, n=32, warps=8, stages=1)
-    ),
-    "queries": _by_dim(
-        Config(m=64, n=64), Config(m=64, n=32, warps=8), Config(m=32, n=32, warps=8, stages=1)
-    ),
-    "decode": _by_dim(
-        Config(m=64, n=128, split=512, stages=3),
-        Config(m=64, n=64, split=512, stages=3),
-        Config(m=64, n=32, split=512),
-    ),
-}
-_FORWARD_90 = _by_dim(
-    Config(m=128, n=128, warps=8, descriptors=True),
-    Config(m=128, n=128, warps=8, descriptors=True),
-    Config(m=128, n=64, warps=8, descriptors=True),
-)
-_TABLE: dict[tuple[str, Pass], dict[int, Config]] = {
-    (family, kind): _MODIFIED[kind]
-    for family in ("sm_80", "sm_90", "sm_100", "gfx")
-    for kind in PASSES
-}
-_TABLE["sm_80", "forward"] = _by_dim(
-    Config(m=128, n=64, warps=8, stages=3),
-    Config(m=128, n=64, warps=8),
-    Config(m=64, n=32, warps=8),
-)
-for _family_90 in ("sm_90", "sm_100"):
-    _TABLE[_family_90, "forward"] = _FORWARD_90
-    _TABLE[_family_90, "keys"] = _by_dim(
-        Config(m=64, n=128, warps=8),
-        Config(m=32, n=128, warps=8),
-        Config(m=32, n=32, warps=8, stages=1),
-    )
-    _TABLE[_family_90, "queries"] = _by_dim(
-        Config(m=128, n=128, warps=8),
-        Config(m=128, n=64, warps=8),
-        Config(m=128, n=32, warps=8),
-    )
+@functools.cache
+def _dims(kind: Pass) -> frozenset[int]:
+    return frozenset(key.dim for key in shipped(kind))

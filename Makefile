@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # torch==X takes the CPU build where one is at hand; a range would pull gigabytes of CUDA libraries.
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test test-long check format serve clean
+.PHONY: demo test test-long audit check format serve clean
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
@@ -16,6 +16,9 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1800 $(ARGS)
+
+audit: $(STAMP)
+	$(BIN)/python bench/audit.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

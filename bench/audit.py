@@ -1,176 +1,122 @@
-"""Compile the GPU kernels ahead of time, without a GPU, and show what the compiler made of them.
+"""Compile the GPU kernels ahead of time, without a GPU, and judge what the compiler made of them.
 
-    python bench/audit.py [--arch sm_90 ...] [--dim 64 128] [--pass forward ...]
+    python bench/audit.py [--arch sm_90 ...] [--dim 64 128] [--pass forward ...] [--width half]
+                          [--modified | --plain] [--variant dense ...] [--opcodes] [-j 2]
 
-One line per kernel: registers, spilled bytes, shared memory; and of its steady loop, in which every
-pair is visible, matrix and exponential instructions and all others per score element.
+Exits with 1 when a kernel breaks a rule; docs/performance.md says what the columns and rules are.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
-import tempfile
-import time
-from collections import Counter
-from pathlib import Path
-from typing import Any
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from auditing.cases import ARCHES, DIMS, DTYPES, VARIANTS, Case, cases
+from auditing.figures import Kernel, measure
+from auditing.judging import violations
 
-from flashwire_kernels.fused import backward, decode, forward, gradients
-from flashwire_kernels.fused.arguments import padded
-from flashwire_kernels.fused.call import Call
-from flashwire_kernels.fused.config import PASSES, Pass, choose
-from flashwire_kernels.tensors import Inputs
-from flashwire_kernels.testing import resolve_tensors
-from flashwire_kernels.types import AttentionSpec
+from flashwire_kernels.fused.config import PASSES
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-}  # fmt: skip
-MATRIX = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "UTCMMA")
+HEAD = (
+    f"{'kernel':46} {'tile':17} {'regs':>4} {'spill':>5} {'shared':>6} {'mma':>4} {'exp':>4} "
+    f"{'n/el':>6} {'ldg':>3} {'sts':>3} {'tensor':>6} {'exp':>5} {'issue':>6} {'TFLOP/s':>11} "
+    f"{'s':>5}"
+)
 
 
-def target(arch: str) -> GPUTarget:
-    if arch.startswith("gfx"):
-        return GPUTarget("hip", arch, 64)
-    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+def main() -> int:
+    chosen = _arguments()
+    asked = list(_asked(chosen))
+    print(HEAD)
+    wrong: list[str] = []
+    for kernels in _measured(asked, chosen.jobs):
+        for kernel in kernels:
+            if isinstance(kernel, str):
+                wrong.append(kernel)
+                continue
+            print(_line(kernel), flush=True)
+            if chosen.opcodes and kernel.loop is not None:
+                ordered = sorted(kernel.loop.opcodes.items(), key=lambda item: -item[1])
+                print("   ", *(f"{op}:{n}" for op, n in ordered))
+            wrong += [f"{_name(kernel)}: {text}" for text in violations(kernel)]
+    print(f"\n{len(asked)} cases, {len(wrong)} violations")
+    print(*wrong, sep="\n")
+    return bool(wrong)
 
 
-def source(call: Call) -> ASTSource:
-    """The kernel specialised as the launch would specialise it."""
-    free = {p.name for p in call.kernel.params if p.do_not_specialize}
-    constants: dict[Any, Any] = {}
-    hints: dict[Any, Any] = {}
-
-    def describe(path: tuple[int, ...], value: Any, specialise: bool) -> Any:
-        if isinstance(value, tuple):
-            parts = [describe((*path, i), v, specialise) for i, v in enumerate(value)]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
-        if isinstance(value, torch.Tensor):
-            hints[path] = [["tt.divisibility", 16]]
-            return POINTERS[value.dtype]
-        if value is None or (specialise and value == 1 and isinstance(value, int)):
-            constants[path] = value
-            return "constexpr"
-        if isinstance(value, float):
-            return "fp32"
-        if specialise and value % 16 == 0:
-            hints[path] = [["tt.divisibility", 16]]
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-    names = call.kernel.arg_names
-    signature = {
-        name: describe((i,), value, name not in free)
-        for i, (name, value) in enumerate(zip(names, call.positional, strict=False))
-    }
-    for name, value in call.constants.items():
-        signature[name] = "constexpr"
-        constants[(names.index(name),)] = value
-    return ASTSource(call.kernel, signature, constants, hints)
+def _name(kernel: Kernel) -> str:
+    return str(kernel.case) if kernel.main else f"{kernel.case} {kernel.name}"
 
 
-def calls(kind: Pass, arch: str, dtype: torch.dtype, dim: int, **options: Any) -> list[Call]:
-    """What a pass launches on q, k, v (4, 16, 4096, dim)."""
-    q = torch.empty((4, 16, 4096, dim), dtype=dtype, device="meta")
-    k = q
-    if kind == "decode":
-        q = torch.empty((4, 16, 1, dim), dtype=dtype, device="meta")
-    tensors = {"q": q, "k": k, "v": k}
-    problem, x = resolve_tensors(AttentionSpec(**options), tensors), Inputs(**tensors)
-    lse = torch.empty(q.shape[:-1], device="meta")
-    config = choose(kind, arch, q.element_size(), padded(dim), modified=False)
-    saved = (q, lse, lse)
-    if kind == "forward":
-        infinite = torch.empty(k.shape[:-1], dtype=torch.int32, device="meta")
-        return [forward.call(problem, x, infinite, q, lse, config)]
-    if kind == "decode":
-        return list(decode.calls(problem, x, q, lse, config))
-    if kind == "keys":
-        return [backward.keys_call(problem, x, saved, (q, q), None, config)]
-    return [
-        gradients.delta_call(problem, q, lse, q, None, lse, config),
-        backward.queries_call(problem, x, saved, None, q, None, None, config),
-    ]
-
-
-def steady_loop(listing: str) -> list[str]:
-    """Opcodes of the loop with matrix instructions that has the fewest others."""
-    code, labels = [], {}
-    for line in listing.splitlines():
-        label = re.match(r"\s*(\.L_x?_?\w+):", line)
-        found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
-        if label:
-            labels[label[1]] = len(code)
-        elif found:
-            code.append(found[1])
-    loops = []
-    for at, text in enumerate(code):
-        jump = re.search(r"BRA.*?`?\(?(\.L_x?_?\w+)\)?", text)
-        if jump and labels.get(jump[1], at + 1) <= at:
-            loop = code[labels[jump[1]] : at + 1]
-            if any(op in t for t in loop for op in MATRIX):
-                loops.append(loop)
-    if not loops:
-        return []
-    loop = min(loops, key=len)
-    return [re.sub(r"^@!?U?P\w+\s+", "", t).split()[0] for t in loop]
-
-
-def audit(name: str, call: Call, arch: str) -> Counter:
-    began = time.perf_counter()
-    compiled = triton.compile(source(call), target=target(arch), options=call.config.options)
-    took = time.perf_counter() - began
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(compiled.asm["cubin"])
-        f.flush()
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", f.name], capture_output=True,
-                               text=True, check=True).stdout  # fmt: skip
-        listing = subprocess.run([TOOLS / "nvdisasm", "-c", f.name], capture_output=True,
-                                 text=True, check=True).stdout  # fmt: skip
-    registers = int(re.search(r"REG:(\d+)", usage)[1])
-    spills = int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1])
-    loop = steady_loop(listing)
-    ops = Counter(op.split(".")[0] for op in loop)
-    matrix = sum(n for op, n in ops.items() if op in MATRIX)
-    per = call.config.m * call.config.n / (32 * call.config.warps)
-    print(
-        f"{name:34} {call.config.m:3}x{call.config.n:<3} w{call.config.warps} s{call.config.stages}"
-        f" regs {registers:3} spill {spills:4} smem {compiled.metadata.shared:6}"
-        f" mma {matrix:3} mufu {ops['MUFU']:3} other/el {(len(loop) - matrix) / per:5.2f}"
-        f" ldg {ops['LDG']} sts {ops['STS']} {took:4.1f} s",
-        flush=True,
+def _line(kernel: Kernel) -> str:
+    line = (
+        f"{_name(kernel):46} {kernel.shape:17} {kernel.registers:4} {kernel.spilled:5} "
+        f"{kernel.shared:6}"
     )
-    return ops
+    if kernel.loop is None:
+        return f"{line} {'':63} {kernel.seconds:5.1f}"
+    loop, b = kernel.loop, kernel.loop.bound
+    return (
+        f"{line} {loop.matrix:4} {loop.exponentials:4} {loop.per_score:6.2f} "
+        f"{loop.opcodes.get('LDG', 0):3} {loop.opcodes.get('STS', 0):3} "
+        f"{b.tensor:6.0f} {b.exponential:5.0f} {b.issue:6.0f} "
+        f"{b.serial:5.0f} {b.parallel:5.0f} {kernel.seconds:5.1f}"
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", nargs="+", default=["sm_80", "sm_90", "sm_100"])
-    parser.add_argument("--dim", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--pass", nargs="+", dest="kinds", default=PASSES)
-    parser.add_argument("--classes", action="store_true", help="count the loop's opcodes")
-    chosen = parser.parse_args()
-    for arch in chosen.arch:
-        for kind in chosen.kinds:
-            for dim in chosen.dim:
-                for causal in (False, True):
-                    for call in calls(kind, arch, torch.bfloat16, dim, causal=causal):
-                        name = f"{arch} {call.kernel.__name__} d{dim} causal={int(causal)}"
-                        ops = audit(name, call, arch)
-                        if chosen.classes:
-                            print("   ", dict(ops.most_common()))
+def _measured(asked: list[Case], jobs: int) -> Iterator[list[Kernel | str]]:
+    """In the order of `asked`, from so many processes."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from pool.map(_try, asked)
+
+
+def _try(case: Case) -> list[Kernel | str]:
+    os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        return list(measure(case))
+    except Exception as error:  # whatever a compiler does not take is a finding
+        return [f"{case}: does not compile: {type(error).__name__}: {error}"]
+
+
+def _asked(chosen: argparse.Namespace) -> Iterator[Case]:
+    for case in cases():
+        modified = case.variant.modified
+        if (
+            case.arch in chosen.arch
+            and case.kind in chosen.kinds
+            and case.dim in chosen.dim
+            and case.width in chosen.width
+            and case.variant.name in chosen.variant
+            and not (modified and chosen.plain)
+            and not (chosen.modified and not modified)
+        ):
+            yield case
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(dict.fromkeys(v.name for v in VARIANTS))
+    parser.add_argument("--arch", nargs="+", default=ARCHES, choices=ARCHES)
+    parser.add_argument("--pass", nargs="+", dest="kinds", default=PASSES, choices=PASSES)
+    parser.add_argument("--width", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--dim", nargs="+", type=int, default=DIMS, choices=DIMS)
+    parser.add_argument("--variant", nargs="+", default=names, choices=names)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--plain", action="store_true", help="no configurations for modified scores"
+    )
+    either.add_argument("--modified", action="store_true", help="no others")
+    parser.add_argument("--opcodes", action="store_true", help="of each steady loop, by count")
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

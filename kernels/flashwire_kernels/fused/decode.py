@@ -135,8 +135,8 @@ def calls(
     programs = splits * problem.batch * problem.heads_kv
     decode = Call(decode_kernel, programs, positional, constants, config)
     merged = (
-        *described, args.rows(out, packed), args.scalars(lse, packed), x.sinks, lengths, splits,
-        problem.heads_q,
+        *described, args.rows(out, packed), args.scalars(lse, packed), args.sinks(x), lengths,
+        splits, problem.heads_q,
     )  # fmt: skip
     constants = {
         "M": args.padded(problem.len_q),

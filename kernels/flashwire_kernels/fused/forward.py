@@ -219,7 +219,7 @@ def call(
     positional = (
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed), *tiles,
         None if infinite is None else args.scalars(infinite, packed),
-        args.rows(out, packed), args.scalars(lse, packed), x.sinks,
+        args.rows(out, packed), args.scalars(lse, packed), args.sinks(x),
         score, args.window(problem), args.dropout(problem), args.lengths(problem, device),
         *grid.arguments,
     )  # fmt: skip

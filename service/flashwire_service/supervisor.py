@@ -7,6 +7,7 @@ every worker, and replaces what dies or hangs. It sees no request. One thread, o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import selectors
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashwire_service.ipc.channel import ChannelClosed, socketpair
-from flashwire_service.ipc.frames import Attach, Drain, Failure, Ready
+from flashwire_service.ipc.frames import Attach, Drain, Failure, Ready, Reload
 from flashwire_service.ipc.heartbeat import IDLE_LIMIT_S, Heartbeat
+from flashwire_service.keys import Keyring, KeysError
 from flashwire_service.logs import Log
 from flashwire_service.process import Child
 from flashwire_service.settings import Settings
@@ -64,7 +66,8 @@ def run(settings: Settings) -> int:
     """
     try:
         with listen(settings.host, settings.port) as listener, _signals() as signals:
-            print(f"flashwire: listening on {url(listener)}", flush=True)
+            address = url(listener, tls=bool(settings.tls_cert))
+            print(f"flashwire: listening on {address}", flush=True)
             return Supervisor(settings, listener, signals).run()
     except Fatal as e:
         print(f"flashwire-serve: {e}", file=sys.stderr, flush=True)
@@ -103,10 +106,10 @@ def _bound(sock: socket.socket, address: tuple[Any, ...]) -> socket.socket:
     return sock
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, *, tls: bool = False) -> str:
     """Where to reach a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextlib.contextmanager
@@ -116,7 +119,7 @@ def _signals() -> Iterator[socket.socket]:
     with ours, theirs:
         ours.setblocking(False)
         theirs.setblocking(False)
-        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
         before = {number: signal.signal(number, lambda *_: None) for number in caught}
         before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
@@ -189,7 +192,10 @@ class Supervisor:
             else:
                 module, environment = FRONT, FRONT_ENVIRONMENT
                 fd, peers = self._listener.fileno(), self._workers
-            child = Child(module, place.index, self._settings, fd, environment)
+            settings = self._settings
+            if place.role == "worker":  # it sees no key, nor needs one
+                settings = dataclasses.replace(settings, api_keys=Keyring())
+            child = Child(module, place.index, settings, fd, environment)
         except OSError as e:  # no process, memory or descriptor to be had, for now
             self._failed(place, time.monotonic(), reason=f"cannot be started: {e.strerror}")
             return
@@ -216,10 +222,28 @@ class Supervisor:
         for number in self._signals.recv(4096):
             if number == signal.SIGCHLD:
                 continue  # only to wake up: the dead are found by looking
+            if number == signal.SIGHUP:
+                self._reload()
+                continue
             if self._stopping:
                 raise Fatal(FORCED + number, "stopped at once by a second signal")
             self._log.info("stopping", signal=signal.Signals(number).name)
             self._stopping = True
+
+    def _reload(self) -> None:
+        """Read the keys again, and have the front ends take them and read their certificate. What
+        cannot be used changes nothing.
+        """
+        path, ring = self._settings.api_keys_file, self._settings.api_keys
+        try:
+            ring = ring.with_file(path) if path else ring
+            self._log.info("keys read", names=[key.name for key in ring])
+        except KeysError as e:
+            self._log.error("keys not read, those before hold", mistakes=e.mistakes)
+        self._settings = dataclasses.replace(self._settings, api_keys=ring)
+        for place in self._fronts:
+            if place.child is not None:
+                place.child.tell(Reload(keys=ring.packed()))
 
     def _listen_to(self, place: Place) -> None:
         child = place.child

@@ -87,12 +87,14 @@ def test_the_queue_must_take_the_largest_request() -> None:
 
 def test_keys_are_held_as_digests_and_never_shown() -> None:
     loaded = load({}, {"FLASHWIRE_API_KEYS": "first-key, second-key"})
-    assert loaded.api_keys[0] == hashlib.sha256(b"first-key").digest()
-    assert loaded.accepts_key("second-key")
-    assert not loaded.accepts_key("third-key")
-    assert not loaded.accepts_key("")
-    assert not Settings().accepts_key("")
-    assert "api_keys" not in repr(loaded)
+    first, second = loaded.api_keys
+    assert first.digest == hashlib.sha256(b"first-key").digest()
+    assert loaded.api_keys.find("second-key") == second
+    for wrong in ("third-key", "", first.digest.hex()):
+        assert loaded.api_keys.find(wrong) is None
+    assert Settings().api_keys.find("") is None
+    assert "api_keys=" not in repr(loaded)
+    assert repr(first.digest) not in repr(loaded.api_keys)
     assert "signing_key" not in repr(loaded)
 
 

@@ -23,10 +23,12 @@ from flashwire_service.ipc.frames import (
     Hello,
     Job,
     Ready,
+    Reload,
     Reply,
     TensorSlot,
 )
 from flashwire_service.ipc.memory import Memory
+from flashwire_service.keys import Keyring
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class Work:
     body: bytes | Memory = b""
     size: int = 0
     owner: str = ""
+    max_queued: int | None = None
+    max_residual_bytes: int | None = None
     accept: str = "msgpack"
     timeout_s: float
 
@@ -75,13 +79,19 @@ class _Worker:
 class Pool:
     """Attached workers. Use it from its event loop only.
 
-    on_drain(grace) is called when the supervisor wants this process to finish and end,
-    on_orphaned() when the supervisor is gone, or a worker that it sent did not arrive: this process
-    is then better replaced.
+    on_drain(grace) is called when the supervisor wants this process to finish and end, on_reload
+    with the keys that hold from now on, on_orphaned() when the supervisor is gone, or a worker that
+    it sent did not arrive: this process is then better replaced.
     """
 
-    def __init__(self, on_drain: Callable[[float], None], on_orphaned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_drain: Callable[[float], None],
+        on_orphaned: Callable[[], None],
+        on_reload: Callable[[Keyring], None] = lambda _: None,
+    ) -> None:
         self._on_drain = on_drain
+        self._on_reload = on_reload
         self._on_orphaned = on_orphaned
         self._control: AsyncChannel | None = None
         self._workers: dict[int, _Worker] = {}
@@ -188,6 +198,8 @@ class Pool:
             size=work.size,
             body=work.body if isinstance(work.body, bytes) else None,
             owner=work.owner,
+            max_queued=work.max_queued,
+            max_residual_bytes=work.max_residual_bytes,
             accept=work.accept,
             received=time.monotonic(),
             deadline=deadline,
@@ -199,6 +211,8 @@ class Pool:
                 self.attach(frame.peer, socket.socket(fileno=fd))
             case Attach():  # there was no descriptor for it, and nobody will send it again
                 self._on_orphaned()
+            case Reload():
+                self._on_reload(Keyring.unpacked(frame.keys))
             case Drain():
                 self._on_drain(frame.grace)
 

@@ -29,6 +29,8 @@ class Job:
     options   validated by the front end, defaults omitted
     accept    "msgpack" or "json": the form of the reply's body
     owner     digest of the caller's key, "" without keys
+    max_queued, max_residual_bytes
+              what this owner may have of the worker's queue and saved forwards; None: all of it
     """
 
     kind: ClassVar[str] = "job"
@@ -39,6 +41,8 @@ class Job:
     size: int = 0
     body: bytes | None = None
     owner: str = ""
+    max_queued: int | None = None
+    max_residual_bytes: int | None = None
     accept: str = "msgpack"
     received: float = 0.0
     deadline: float = 0.0
@@ -122,6 +126,16 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reload:
+    """From the supervisor to a front: only these keys hold from now on (Keyring.packed()), and the
+    files of the TLS certificate are to be read again.
+    """
+
+    kind: ClassVar[str] = "reload"
+    keys: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """From the supervisor: take no new work, finish what is there, end."""
 
@@ -129,9 +143,9 @@ class Drain:
     grace: float
 
 
-Frame = Job | Cancel | Hello | Reply | Failure | Start | Ready | Attach | Drain
+Frame = Job | Cancel | Hello | Reply | Failure | Start | Ready | Attach | Reload | Drain
 _KINDS: dict[str, type[Any]] = {
-    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Start, Ready, Attach, Drain)
+    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Start, Ready, Attach, Reload, Drain)
 }
 
 

@@ -12,6 +12,7 @@ head, or a byte now and then, does not keep a connection.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from flashwire_service.front import headers, problems
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
 _MAX_DIGITS = 19  # of a 64-bit length
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 3986, section 3.2.2, with a port
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
@@ -161,6 +163,14 @@ class Protocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.max_header_bytes:
             return self._headers_too_large()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return Refusal("malformed", "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            return Refusal("malformed", "a request has one Host header")
+        if any(not _HOST.fullmatch(host) for host in hosts):
+            return Refusal("malformed", "Host is not the name of one")
         for name, value in self.headers:
             if name == b"content-length" and len(value) > _MAX_DIGITS:
                 return Refusal("malformed", "Content-Length has too many digits")

@@ -22,7 +22,8 @@ from typing import Any
 
 import msgpack
 
-from flashwire_service import keys, parse, tls
+from flashwire_service import kernel_cache, keys, parse, tls
+from flashwire_service import warmup as warmups
 from flashwire_service.keys import Keyring, KeysError
 
 PREFIX = "FLASHWIRE_"
@@ -145,6 +146,17 @@ class Settings:
         parse.size(1024),
         "largest L x L intermediate of the reference and of checks",
         _BYTES,
+    )
+    warmup: str = _setting(
+        "bfloat16:d128:causal, bfloat16:d64:causal", warmups.normalised,
+        "requests whose kernels a GPU worker compiles before it is ready, such as "
+        '"bfloat16:d128:causal:gqa4, float16:d64"; docs/deploy.md has the words', "LIST",
+    )  # fmt: skip
+    triton_cache_dir: str = _setting(
+        "",
+        kernel_cache.parse,
+        "where compiled kernels are kept; by default where Triton does",
+        "DIRECTORY",
     )
     keep_alive_s: float = _setting(
         75.0, parse.seconds(0.1), "how long an idle connection stays open", _SECONDS

@@ -32,7 +32,7 @@ FRONT = "flashwire_service.front.server"
 BACKLOG = 1024
 LOOK_S = 0.25  # how often children are judged
 LATE_S = 1.0  # a look so long after the one before says more about the judge
-START_LIMIT_S = 180.0  # from birth to ready; importing torch from a cold disk is slow
+START_LIMIT_S = 180.0  # from birth to ready, of a worker to its first beat: torch, a cold disk
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the nth replacement in a row
 HEALTHY_S = 30.0  # a child that was ready this long before it died starts a new row
 GIVE_UP = 5  # deaths in a row, none of them ever ready
@@ -59,7 +59,7 @@ def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. The exit code is 0 after a drain, else
 
     EX_UNAVAILABLE  the port is in use        EX_NOPERM    it needs a privilege
-    EX_NOHOST       no such local address     EX_CONFIG    the device is not there
+    EX_NOHOST       no such local address     EX_CONFIG    the device cannot be used
     EX_SOFTWARE     a child cannot be started 128 + N      a second signal N forced the end
 
     and one line on stderr says why.
@@ -140,6 +140,7 @@ class Place:
     heartbeat: Heartbeat | None = None  # of a worker
     ready_since: float | None = None
     ever_ready: bool = False
+    stillborn: bool = False  # the last one died before it was ready
     deaths: int = 0  # in a row
     not_before: float = 0.0
 
@@ -195,6 +196,8 @@ class Supervisor:
             settings = self._settings
             if place.role == "worker":  # it sees no key, nor needs one
                 settings = dataclasses.replace(settings, api_keys=Keyring())
+            if place.stillborn:  # warming up may be what killed it
+                settings = dataclasses.replace(settings, warmup="")
             child = Child(module, place.index, settings, fd, environment)
         except OSError as e:  # no process, memory or descriptor to be had, for now
             self._failed(place, time.monotonic(), reason=f"cannot be started: {e.strerror}")
@@ -285,6 +288,7 @@ class Supervisor:
         """Make room for a replacement, later when its predecessors failed too."""
         healthy = place.ready_since is not None and now - place.ready_since >= HEALTHY_S
         place.deaths = 1 if healthy else place.deaths + 1
+        place.stillborn = place.child is not None and place.ready_since is None
         wait = BACKOFF_S[min(place.deaths, len(BACKOFF_S)) - 1]
         place.not_before = now + wait
         self._forget(place)
@@ -350,10 +354,14 @@ def _connect(a: Place, b: Place) -> None:
 
 
 def _complaint(place: Place, child: Child, now: float) -> str | None:
-    """Why a living child must be replaced, or None."""
+    """Why a living child must be replaced, or None. A worker that compiles kernels takes as long as
+    it takes: from its first beat on, its heart alone tells.
+    """
+    if place.heartbeat is not None and place.heartbeat.started:
+        return place.heartbeat.complaint(now)
     if place.ready_since is None and now - child.started > START_LIMIT_S:
         return f"not ready {START_LIMIT_S:.0f} s after its start"
-    return place.heartbeat.complaint(now) if place.heartbeat else None
+    return None
 
 
 def worker_environment(settings: Settings) -> dict[str, str]:

@@ -110,7 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dim", nargs="+", type=int, default=DIMS, choices=DIMS)
     parser.add_argument("--variant", nargs="+", default=names, choices=names)
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--plain", action="store_true", help="only what the loop is judged of")
+    either.add_argument("--plain", action="store_true", help="only those whose loop is judged")
     either.add_argument("--modified", action="store_true", help="only masks, bias and so on")
     parser.add_argument("--opcodes", action="store_true", help="of each steady loop, counted")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), help="processes")
@@ -120,5 +120,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET is set: there is nothing to compile")
     with contextlib.suppress(BrokenPipeError):
         sys.exit(main())

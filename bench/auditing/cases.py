@@ -61,7 +61,7 @@ class Variant:
     widths: tuple[str, ...] = ("half",)
     only: str | None = None
     plain: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     dtype: torch.dtype | None = None
     length_q: int = LENGTH
     group: int = 1

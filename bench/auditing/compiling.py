@@ -55,7 +55,7 @@ def compile_call(call: Call, arch: str) -> Compiled:
         stages = sum(microseconds for _, microseconds in times.lowering_stages)
         seconds.append(None if cache_hit else (times.ir_initialization + stages) / 1e6)
 
-    with mock.patch.object(knobs.compilation, "listener", listen), _own_words():
+    with mock.patch.object(knobs.compilation, "listener", listen), own_words():
         found = triton.compile(
             source(call, arch), target=_target(arch), options=call.config.options
         )
@@ -64,7 +64,7 @@ def compile_call(call: Call, arch: str) -> Compiled:
 
 
 @contextlib.contextmanager
-def _own_words() -> Iterator[None]:
+def own_words() -> Iterator[None]:
     """What a compiler says on stderr, which are pages, becomes one line of an exception."""
     with tempfile.TemporaryFile("w+") as said:
         kept = os.dup(2)

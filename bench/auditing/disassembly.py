@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 _SASS_LABEL = re.compile(r"\s*(\.L_\w+):")
 _SASS = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
-_SASS_TARGET = re.compile(r"`\((\.L_\w+)\)")
-_SASS_JUMPS = ("BRA", "JMP", "CALL")
+_SASS_TARGET = re.compile(r"\.L_\w+")  # one, or a jump table's
+_SASS_JUMPS = ("BRA", "BRX", "JMP", "CALL")
 _AMD_LABEL = re.compile(r"(\.LBB\w+):")
 _AMD = re.compile(r"\t([a-z]\w+)\s*([^;]*)")
 
@@ -25,13 +25,13 @@ _MULTIPLY_ADDS = ("FFMA", "HFMA2", "v_fma_f", "v_fmac_f", "v_pk_fma_f", "v_dot2"
 class Instruction:
     """name      the opcode with its modifiers: "MUFU.EX2"
     guard     the condition it runs under; None is always
-    target    the label it may jump to
+    targets   the labels it may jump to
     """
 
     name: str
     operands: str
     guard: str | None = None
-    target: str | None = None
+    targets: tuple[str, ...] = ()
 
     @property
     def opcode(self) -> str:
@@ -43,9 +43,9 @@ class Instruction:
         return self.guard in ("!PT", "!UPT")
 
     @property
-    def ends(self) -> bool:
-        """Whether nothing that is known of follows, unless it is guarded."""
-        return self.name.startswith(_ENDS)
+    def leaves(self) -> bool:
+        """Whether the next instruction does not follow."""
+        return self.guard is None and (bool(self.targets) or self.name.startswith(_ENDS))
 
     @property
     def matrix(self) -> bool:
@@ -127,10 +127,10 @@ def _parse_sass(listing: str) -> Code:
             labels[label[1]] = len(code)
         elif found := _SASS.match(line):
             guard, name, operands = found.groups()
-            aim = _SASS_TARGET.search(operands) if name.startswith(_SASS_JUMPS) else None
-            if aim and guard is None and (re.match(r"!?U?P\d", operands) or ".DIV" in name):
+            targets = _SASS_TARGET.findall(operands) if name.startswith(_SASS_JUMPS) else []
+            if targets and guard is None and (re.match(r"!?U?P\d", operands) or ".DIV" in name):
                 guard = operands.partition(",")[0]
-            code.append(Instruction(name, operands, guard, aim and aim[1]))
+            code.append(Instruction(name, operands, guard, tuple(targets)))
     return Code(tuple(code), labels)
 
 
@@ -146,5 +146,5 @@ def _parse_amd(listing: str) -> Code:
             name, operands = found[1], found[2].strip()
             jumps = name.startswith(("s_branch", "s_cbranch"))
             guard = name if name.startswith("s_cbranch") else None
-            code.append(Instruction(name, operands, guard, operands if jumps else None))
+            code.append(Instruction(name, operands, guard, (operands,) if jumps else ()))
     return Code(tuple(code), labels)

@@ -93,7 +93,7 @@ def measure(case: Case) -> list[Kernel]:
                 spilled=compiled.spilled,
                 shared=compiled.shared,
                 seconds=compiled.seconds,
-                loop=_loop(case, call, compiled.listing) if main else None,
+                loop=read_loop(case, call, compiled.listing) if main else None,
             )
         )
     return found
@@ -106,7 +106,8 @@ def _launched(call: Call) -> str:
     return f"{'x'.join(sides)} w{config.warps} s{config.stages}{' d' * config.descriptors}"
 
 
-def _loop(case: Case, call: Call, listing: str) -> Loop | None:
+def read_loop(case: Case, call: Call, listing: str) -> Loop | None:
+    """The steady loop of what a call became."""
     card, warps = CARDS[case.arch], call.config.warps
     scores = call.constants["M"] * call.constants["N"] / (card.lanes * warps)
     steady = steady_loop(parse(listing), scores)

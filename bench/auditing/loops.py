@@ -90,18 +90,16 @@ class _Graph:
     def __init__(self, code: Code) -> None:
         self.code = code.instructions
         starts = {0, *code.labels.values()}
-        starts |= {at + 1 for at, i in enumerate(self.code) if i.target or i.ends}
-        self.starts = sorted(s for s in starts if s < len(self.code))
-        self.ends = dict(zip(self.starts, [*self.starts[1:], len(self.code)], strict=True))
+        starts |= {at + 1 for at, i in enumerate(self.code) if i.targets or i.leaves}
+        ordered = sorted(s for s in starts if s < len(self.code))
+        self.ends = dict(zip(ordered, [*ordered[1:], len(self.code)], strict=True))
         self.after: dict[int, list[int]] = {}
-        self.before: dict[int, list[int]] = {s: [] for s in self.starts}
         for start, end in self.ends.items():
             last = self.code[end - 1]
-            after = [code.labels[last.target]] if last.target in code.labels else []
-            if last.guard or not (last.target or last.ends):
-                after.append(end)
-            self.after[start] = [a for a in after if a in self.before]
-        self.order, self.roots = self._order()
+            after = [code.labels[target] for target in last.targets if target in code.labels]
+            self.after[start] = [a for a in after + [end] * (not last.leaves) if a in self.ends]
+        self.order = self._reached()
+        self.before: dict[int, list[int]] = {start: [] for start in self.order}
         for start in self.order:
             for a in self.after[start]:
                 self.before[a].append(start)
@@ -116,7 +114,7 @@ class _Graph:
         waits out of the way.
         """
         jump = self.code[node]
-        lone = self.ends[node] == node + 1 and jump.target is not None and jump.guard is None
+        lone = self.ends[node] == node + 1 and jump.leaves and bool(jump.targets)
         return lone and nodes.issuperset(self.before[node])
 
     def loops(self) -> dict[int, set[int]]:
@@ -136,34 +134,23 @@ class _Graph:
 
     def _dominators(self) -> dict[int, set[int]]:
         """Of each stretch, those that every way to it passes, itself included."""
-        found = {n: {n} if n in self.roots else set(self.order) for n in self.order}
+        entry, *others = self.order
+        found = {entry: {entry}} | {node: set(self.order) for node in others}
         changed = True
         while changed:
             changed = False
-            for node in self.order:
-                if node not in self.roots:
-                    fewer = set.intersection(*(found[b] for b in self.before[node])) | {node}
-                    changed = changed or fewer != found[node]
-                    found[node] = fewer
+            for node in others:
+                fewer = set.intersection(*(found[b] for b in self.before[node])) | {node}
+                changed = changed or fewer != found[node]
+                found[node] = fewer
         return found
 
-    def _order(self) -> tuple[list[int], set[int]]:
-        """The stretches that can be reached, near ones first: from the entry, and where there is a
-        jump by a table from all that nothing else leads to.
-        """
-        by_table = any(i.opcode == "BRX" for i in self.code)
-        order: list[int] = []
-        seen: set[int] = set()
-        roots: set[int] = set()
-        for root in self.starts if by_table else self.starts[:1]:
-            if root in seen:
-                continue
-            roots.add(root)
-            waiting = [root]
-            while waiting:
-                node = waiting.pop(0)
-                if node not in seen:
-                    seen.add(node)
-                    order.append(node)
-                    waiting += self.after[node]
-        return order, roots
+    def _reached(self) -> list[int]:
+        """The stretches that can be reached, near ones first."""
+        order = [0]
+        seen = {0}
+        for node in order:
+            fresh = [a for a in dict.fromkeys(self.after[node]) if a not in seen]
+            seen.update(fresh)
+            order += fresh
+        return order

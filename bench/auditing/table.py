@@ -7,7 +7,7 @@ from auditing.cases import Case
 from auditing.figures import Kernel
 
 _COLUMNS = (
-    ("kernel", -45), ("tile", -16), ("regs", 4), ("spill", 5), ("shared", 6), ("matrix", 12),
+    ("kernel", -50), ("tile", -16), ("regs", 4), ("spill", 5), ("shared", 6), ("matrix", 12),
     ("exp", 5), ("n/score", 7), ("tensor", 6), ("exp", 5), ("issue", 6), ("serial", 6),
     ("parallel", 8), ("s", 5),
 )  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -267,6 +268,26 @@ def test_a_worker_that_never_starts_ends_the_service(start):
     assert service.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     service.close()
     assert service.lines[-1].startswith("flashwire-serve: worker-0 failed 5 times")
+
+
+def test_a_worker_that_dies_of_its_warm_up_is_replaced_by_one_without(start):
+    service = start("warm-up kills", warmup="float16:d64").ready()
+    died = [e for e in service.events if e["event"] == "died"]
+    assert [e["child"] for e in died] == ["worker-0"]
+    os.kill(service.pid_of("worker-0"), signal.SIGKILL)  # it was ready: the next one tries again
+    service.wait_for("died", "worker-0", count=3)
+    service.wait_for("ready", "worker-0", count=2)
+
+
+def test_a_worker_may_compile_for_as_long_as_its_heart_beats():
+    place = supervisor.Place("worker", 0, heartbeat=supervisor.Heartbeat.create())
+    child, now = SimpleNamespace(started=0.0), supervisor.START_LIMIT_S
+    assert supervisor._complaint(place, child, now) is None
+    assert "not ready" in supervisor._complaint(place, child, now + 1)
+    place.heartbeat.busy(now + 50)
+    assert supervisor._complaint(place, child, now + 49) is None
+    assert "beyond its limit" in supervisor._complaint(place, child, now + 51)
+    place.heartbeat.close()
 
 
 def test_a_port_in_use_is_one_line_and_an_exit_code(start):

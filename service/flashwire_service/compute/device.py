@@ -57,13 +57,13 @@ def choose(setting: str, worker: int = 0) -> torch.device:
     if setting == "cpu" or (setting == "auto" and not (count and usable)):
         return torch.device("cpu")
     if count == 0:
-        raise NoDevice(f"device {setting!r} was asked for, but torch finds no CUDA device")
+        raise NoDevice(f"device {setting!r} was asked for, but torch finds no GPU")
     if not usable:
         raise NoDevice(f"device {setting!r} needs triton: pip install 'flashwire[gpu]'")
     number = setting.partition(":")[2]
     index = int(number) if number else worker % count
     if index >= count:
-        raise NoDevice(f"device {setting!r} was asked for, but there are {count} CUDA devices")
+        raise NoDevice(f"device {setting!r} was asked for, but there are {count} GPUs")
     return torch.device("cuda", index)
 
 

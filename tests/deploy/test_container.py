@@ -180,5 +180,7 @@ def test_the_gpu_is_reserved_and_kernels_are_kept() -> None:
     (volume,) = gpu["volumes"]
     name, _, path = volume.partition(":")
     assert name in COMPOSE["volumes"]
-    assert f"TRITON_CACHE_DIR={path}/" in STAGES["gpu"].last("ENV")
+    assert f"FLASHWIRE_TRITON_CACHE_DIR={path}/" in STAGES["gpu"].last("ENV")
+    assert STAGES["gpu"].all("VOLUME") == [path]
+    assert "VOLUME" not in dict(STAGES["cpu"].instructions)
     assert any(f"-o flashwire -g flashwire {path}" in run for run in STAGES["gpu"].all("RUN"))

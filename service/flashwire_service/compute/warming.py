@@ -1,16 +1,16 @@
 """Compiling, or loading from Triton's cache, what first requests would have to wait for.
 
-Triton compiles a kernel anew for every dtype, option and constant, and for each integer argument
-(lengths, strides) once where it is 1, once where 16 divides it, and once for all others. So an
-entry of the list is computed with shapes of every such kind: what has been compiled costs nothing
-again. An entry covers dense (or packed) requests of its dtype, head dimensions, query heads per
-key head and options,
+Triton compiles a kernel anew for every dtype, option and constant; and for an integer that it looks
+at, such as a length or a stride, once where that is 1, once where 16 divides it, and once for all
+others. So an entry of the list is computed with lengths and heads of every such kind. What has been
+compiled costs nothing again. An entry covers requests of its dtype, head dimensions, query heads
+per key head and options, dense or packed,
 
-- of any batch and numbers of heads, in either layout, forward and backward (without dlse);
-- of any lengths; but for 2 to 64 rows (queries times query heads per key head) over more keys than
-  one program takes, of which only a single query is covered;
-- where 16 divides the head dimensions, and no tensor has 2**31 elements or more;
-- with all other options as they are by default, sinks in q's dtype and slopes in float32.
+- of any batch, numbers of heads and layout, forward, and backward without dlse;
+- of any lengths; but where 2 to 64 rows (queries times query heads per key head) share out many
+  keys between programs, only those of one query;
+- where 16 divides the head dimensions, and no tensor has 2**31 elements;
+- with other options as they are by default, sinks in q's dtype, and slopes (Hq,) in float32.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ EXPOSE 8000
 # A first start loads torch and computes real attentions before it is ready; on a GPU it compiles the
 # kernels of FLASHWIRE_WARMUP, too, which takes minutes where the cache is empty.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 \
-    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['FLASHWIRE_PORT']), timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+    CMD ["python", "-m", "flashwire_service.health"]
 ENTRYPOINT ["flashwire-serve"]
 USER 10001:10001
 

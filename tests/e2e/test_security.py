@@ -59,6 +59,12 @@ def keys(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
+def test_a_stranger_is_refused_before_the_body_comes(narrow: Any) -> None:
+    head = b"POST /attention HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n"
+    for key in (b"", b"authorization: Bearer wrong-key\r\n"):
+        assert narrow.raw(head + key + b"\r\n").startswith(b"HTTP/1.1 401 ")
+
+
 def reload(server: Any, event: str) -> dict[str, Any]:
     """SIGHUP, and what the supervisor logs of it."""
     before = server.log.count(event)
@@ -133,7 +139,11 @@ def front_pids(server: Any) -> list[int]:
 # TLS
 
 
-def test_tls(start_server: Callable[..., Any], make_certificate: Callable[[str], Any]) -> None:
+def test_tls(
+    start_server: Callable[..., Any],
+    make_certificate: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, other = make_certificate("a"), make_certificate("b")
     server = start_server(*made.flags, ca=made.cert)
     assert server.url.startswith("https://")
@@ -144,6 +154,10 @@ def test_tls(start_server: Callable[..., Any], make_certificate: Callable[[str],
         one = np.ones((1, 1, 1, 1), np.float32)
         np.testing.assert_array_equal(client.attention(one, one, x).out, x)
         check_only_tls(server)
+        with monkeypatch.context() as patched:
+            patched.setenv("SSL_CERT_FILE", str(made.cert))
+            with Client(server.url) as trusting:
+                assert trusting.ready()
         check_versions(server)
         check_refusals(server)
 
@@ -207,6 +221,32 @@ def check_refusals(server: Any) -> None:
         assert received.startswith(b"HTTP/1.1 " + status)
         assert b"strict-transport-security" in received
         assert b"\r\nx-content-type-options: nosniff\r\n" in received
+
+
+def test_nothing_a_request_says_makes_the_server_call_anyone(server: Any) -> None:
+    """No URL in it is fetched: every socket of its processes is a caller's, or leads to another."""
+    url = "http://192.0.2.1/x"
+    for change in ({"layout": url}, {"backend": url}, {"q": url}, {url: url}, {"residual": url}):
+        server.post("/attention", json=SMALL | change, headers={"origin": url, "referer": url})
+    server.http.get("/", headers={"x-forwarded-for": url, "x-forwarded-host": "192.0.2.1"})
+    server.raw(f"GET {url} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert {port for pid in processes(server) for port in tcp_ports(pid)} == {server.port}
+
+
+def processes(server: Any) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return [server.process.pid, *map(int, children.split())]
+
+
+def tcp_ports(pid: int) -> set[int]:
+    """Its own ports of every TCP socket that a process has."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]  # fmt: skip
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[9] in inodes}
 
 
 # What replies tell

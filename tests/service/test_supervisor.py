@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashwire_service import supervisor
+from flashwire_service import keys, supervisor
 from flashwire_service.settings import Settings
 
 HERE = Path(__file__).parent
@@ -165,6 +165,45 @@ def test_children_do_not_inherit_secrets(start):
         environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert "FLASHWIRE_HARMLESS=seen" in environ
         assert not {line.partition("=")[0] for line in environ} & secrets.keys()
+
+
+def test_workers_are_told_no_key(monkeypatch):
+    told = {}
+
+    class Living:
+        pid = 1
+
+        def __init__(self, module, index, settings, *_: object) -> None:
+            told[module] = [key.name for key in settings.api_keys]
+            self.control, self.other = supervisor.socketpair()
+
+        def tell(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(supervisor, "Child", Living)
+    with socket.socket() as listener, socket.socket() as signals:
+        settings = Settings(log_level="error", api_keys=keys.listed("first-key"))
+        judge = supervisor.Supervisor(settings, listener, signals)
+        judge._fill_places(0.0)
+        judge._selector.close()
+        for place in (*judge._workers, *judge._fronts):
+            place.child.control.close()
+            place.child.other.close()
+            if place.heartbeat is not None:
+                place.heartbeat.close()
+    assert told == {supervisor.WORKER: [], supervisor.FRONT: ["env:1"]}
+
+
+def test_hanging_up_ends_nothing(start):
+    """A terminal that goes signals the whole group: to the supervisor it means to read again."""
+    service = start().ready()
+    for pid in (*service.pids, service.process.pid):
+        os.kill(pid, signal.SIGHUP)
+    wait_until(lambda: any(e["event"] == "keys read" for e in service.events))
+    answer = service.ask()
+    assert {answer["pid"], *answer["workers"]} == service.pids
+    service.process.send_signal(signal.SIGHUP)
+    assert service.stop() == 0
 
 
 def test_a_killed_worker_is_replaced_at_once_and_reached(start):

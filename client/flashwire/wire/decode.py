@@ -286,7 +286,7 @@ class _TensorReader:
 
     def _check_elements(self) -> None:
         elements, most = math.prod(self._shape or ()), self._cursor.limits.max_elements
-        if elements > most:
+        if most is not None and elements > most:
             got = elements if elements < 2**64 else "2**64 or more"
             self._malformed(f"has {got} elements, the limit is {most}")
 

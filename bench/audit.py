@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -73,9 +74,8 @@ def _measured(asked: list[Case], jobs: int) -> Iterator[tuple[Case, list[Kernel]
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         try:
             yield from zip(asked, pool.map(_attempt, asked), strict=True)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            raise
+        finally:
+            pool.shutdown(cancel_futures=True)  # else, after an interrupt, it would do the rest
 
 
 def _attempt(case: Case) -> list[Kernel] | str:
@@ -122,5 +122,6 @@ def _arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET is set: there is nothing to compile")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.suppress(BrokenPipeError):
         sys.exit(main())

@@ -74,16 +74,18 @@ def test_sass_is_read():
         "@!PT LDS RZ, [RZ] ;",
         "BRA.U UP0, `(.L_x_7) ;",
         "@!P2 CALL.REL.NOINC `(.L_x_7) ;",
+        "BRA.DIV UR4, `(.L_x_7) ;",
         'BRX R2 -0x2e0 (*"BRANCH_TARGETS .L_x_7,.L_x_8"*);',
         "STS.U16 [R2], R4 ;",
     )
     code = parse(listing)
-    load, off, uniform, call, table_jump, store = code.instructions
+    load, off, uniform, call, diverged, table_jump, store = code.instructions
     assert code.labels == {".L_x_7": 1}
     assert (load.name, load.guard, load.load_width) == ("LDG.E.128", "P1", 16)
     assert off.off
     assert (uniform.guard, uniform.targets) == ("UP0", (".L_x_7",))
     assert (call.guard, call.targets) == ("!P2", (".L_x_7",))
+    assert (diverged.targets, diverged.leaves) == ((".L_x_7",), False)
     assert (table_jump.targets, table_jump.leaves) == ((".L_x_7", ".L_x_8"), True)
     assert store.narrow_store
 
@@ -105,7 +107,14 @@ def test_of_an_unrolled_loop_and_its_remainder_the_former_counts():
     assert (len(found.body), found.tiles) == (2 * len(CLEAN) + 1, 2)
 
 
-def test_loops_around_and_waits_within_do_not_count():
+def test_a_loop_around_the_loops_over_tiles_does_not_count():
+    both = [*looped(CLEAN, "1"), *looped(MASKED, "2")]
+    around = [".L_x_0:", "FADD R2, R2, R3 ;", *both, "@P3 BRA `(.L_x_0) ;"]
+    found = steady(sass(around, "EXIT ;"))
+    assert (len(found.body), found.tiles) == (len(CLEAN) + 1, 1)
+
+
+def test_waits_within_do_not_count():
     tiles = [
         ".L_x_1:",
         "@!P1 BRA `(.L_x_5) ;",
@@ -115,8 +124,7 @@ def test_loops_around_and_waits_within_do_not_count():
         "@P0 BRA `(.L_x_1) ;",
     ]
     wait = [".L_x_5:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR16], R2 ;", "@!P1 BRA `(.L_x_5) ;"]
-    heads = [".L_x_0:", "FADD R2, R2, R3 ;", *tiles, "FADD R2, R2, R3 ;", "@P3 BRA `(.L_x_0) ;"]
-    found = steady(sass(heads, "EXIT ;", wait, "BRA `(.L_x_6) ;"))
+    found = steady(sass(tiles, "EXIT ;", wait, "BRA `(.L_x_6) ;"))
     assert len(found.body) == len(CLEAN) + 2
 
 
@@ -157,11 +165,11 @@ def case_named(name: str):
 
 def kernel(listing: str, name: str = "sm_90 forward half d64 dense", **others) -> Kernel:
     """As figures.measure would describe a kernel with such a listing."""
-    constants = {"M": 64, "N": 32, "DIM_PAD": 64, "DIM_V_PAD": 64, "PRECISION": "ieee"}
-    call = SimpleNamespace(constants=constants, config=SimpleNamespace(warps=4))
     case = case_named(name)
-    if case.arch == "gfx942":
-        call.config.warps = 2
+    precision = case.variant.options.get("precision", "ieee")
+    constants = {"M": 64, "N": 32, "DIM_PAD": 64, "DIM_V_PAD": 64, "PRECISION": precision}
+    warps = 2 if case.arch == "gfx942" else 4
+    call = SimpleNamespace(constants=constants, config=SimpleNamespace(warps=warps))
     given = {
         "case": case, "name": f"{case.kind}_kernel", "main": True, "launched": "64x32 w4 s2",
         "registers": 100, "spilled": 0, "shared": 1024, "seconds": None,
@@ -182,6 +190,16 @@ def test_a_clean_kernel_breaks_no_rule():
     assert found.loop.per_score == pytest.approx((3 * SCORES + 4) / SCORES)
     assert (found.loop.matrix, found.loop.exponentials) == (2, SCORES + 1)
     assert "HGMMA:2" in table.line(found)
+
+
+def test_an_unrolled_kernel_is_counted_by_the_tile():
+    once = kernel(plain()).loop
+    unrolled = sass(looped([*CLEAN, *CLEAN], "0"), looped(CLEAN, "1"), "EXIT ;")
+    twice = kernel(unrolled).loop
+    assert (twice.tiles, twice.matrix) == (2, 4)
+    assert twice.per_score == pytest.approx(once.per_score, abs=0.05)
+    assert twice.bound.exponential == once.bound.exponential
+    assert twice.bound.issue < once.bound.issue
 
 
 @pytest.mark.parametrize(
@@ -246,7 +264,8 @@ def test_a_conversion_to_bfloat16_is_no_mask():
     name, allowed = "gfx942 forward half d64 dense", Allowance(per_score=10.0)
     loop = amd(".LBB0_1:", *body, "s_cbranch_scc1 .LBB0_1", "s_endpgm")
     assert list(violations(kernel(loop, name), allowed)) == []
-    masked = amd(".LBB0_1:", *body, convert[1], "s_cbranch_scc1 .LBB0_1", "s_endpgm")
+    other = "v_cmp_o_f32_e32 vcc, v2, v4"
+    masked = amd(".LBB0_1:", *body, other, convert[1], "s_cbranch_scc1 .LBB0_1", "s_endpgm")
     found = list(violations(kernel(masked, name), allowed))
     assert found == ["chooses between numbers 1 times where nothing is hidden"]
 
@@ -285,6 +304,21 @@ def test_the_bound_of_a_tile():
     assert (found.tensor, found.exponential, found.issue) == (2048, 1024, 1024)
     assert found.parallel == pytest.approx(989, abs=1)
     assert found.serial == pytest.approx(found.parallel / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "clocks"),
+    [
+        ("sm_90 forward half d64 dense", 128),
+        ("sm_90 keys half d64 dense", 256),
+        ("sm_90 queries half d64 dense", 192),
+        ("sm_90 forward single d64 tf32", 256),
+        ("sm_90 forward single d64 dense", 2048),
+    ],
+)
+def test_what_the_products_of_a_tile_cost(name, clocks):
+    """2, 4 or 3 products of 64x32x64."""
+    assert kernel(plain(), name).loop.bound.tensor == clocks
 
 
 def test_every_shipped_configuration_is_audited():

@@ -36,8 +36,9 @@ say = partial(print, flush=True)
 
 def check(folder: Path, wanted: list[str], seconds: float, dry: bool) -> report.Parts:
     """The rows of each part. Raises NoDevice."""
-    seconds /= sum(SHARES[part] for part in wanted)
     measured = [part for part in wanted if part != "conformance"]
+    prepared = SHARES["conformance"] if "conformance" in wanted else 0.2
+    seconds /= prepared + sum(SHARES[part] for part in measured)
     parts: report.Parts = {}
 
     def order(part: str, children: int, share: float, **options: object) -> Order:
@@ -48,14 +49,12 @@ def check(folder: Path, wanted: list[str], seconds: float, dry: bool) -> report.
                      grace=grace, dry=dry, options=options)  # fmt: skip
 
     # Nothing is timed meanwhile, so that kernels can be compiled beside.
-    cores = 3 if dry else os.cpu_count() or 2
-    compilers = max(1, cores // 3) if measured else 0
-    share = SHARES["conformance"] if "conformance" in wanted else 0.3
+    cores = 2 if dry else os.cpu_count() or 2
     jobs = []
     if "conformance" in wanted:
-        jobs.append(order("conformance", max(1, cores - compilers), share))
+        jobs.append(order("conformance", cores, prepared))
     if measured:
-        jobs.append(order("compile", compilers, share, parts=measured))
+        jobs.append(order("compile", max(1, cores // 3), prepared, parts=measured))
     with ThreadPoolExecutor() as pool:
         for job, rows in zip(jobs, pool.map(lambda job: run(job, say), jobs), strict=True):
             parts[job.part] = rows

@@ -48,7 +48,7 @@ def main() -> int:
         "modified": [
             m for m, other in ((False, chosen.modified), (True, chosen.plain)) if not other
         ],
-        "most": 3 if chosen.dry_run else None,
+        "most": 2 if chosen.dry_run else None,
     }
     with tempfile.TemporaryDirectory() as scratch:
         try:

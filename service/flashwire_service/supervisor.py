@@ -38,7 +38,10 @@ HEALTHY_S = 30.0  # a child that was ready this long before it died starts a new
 GIVE_UP = 5  # deaths in a row, none of them ever ready
 END_S = 2.0  # from being told to end to SIGKILL
 FORCED = 128  # + the signal's number
-FRONT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # numpy would start a pool it never uses
+FRONT_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy would start a pool it never uses
+    "MALLOC_TRIM_THRESHOLD_": "131072",  # glibc's own value, which it raises unless it is given
+}
 
 _ADDRESS_ERRORS = {
     errno.EADDRINUSE: (os.EX_UNAVAILABLE, "is in use"),
@@ -367,7 +370,9 @@ def _complaint(place: Place, child: Child, now: float) -> str | None:
 def worker_environment(settings: Settings) -> dict[str, str]:
     """Thread counts and wait policy, which OpenMP and MKL read once, when torch is loaded.
 
-    Passive: an idle thread that spins would steal a core from the front ends.
+    Passive: an idle thread that spins would steal a core from the front ends. The caches are those
+    of compiled matrix products in half precision, which checks use: about a megabyte for each shape
+    that anybody sends, and 1024 of them if not told otherwise.
     """
     threads = str(worker_threads(settings))
     return {
@@ -375,6 +380,8 @@ def worker_environment(settings: Settings) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+        "LRU_CACHE_CAPACITY": "16",  # ideep's, on top of oneDNN's own
     }
 
 

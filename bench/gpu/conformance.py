@@ -94,7 +94,8 @@ def _ieee_and_tf32(case: Case, place: Place) -> Row:
 
 
 def _descriptors_and_pointers(case: Case, place: Place) -> Row:
-    if not place.dry and torch.cuda.get_device_capability(place.device) < (9, 0):
+    capability = (9, 0) if place.dry else torch.cuda.get_device_capability(place.device)
+    if torch.version.hip or capability < (9, 0):
         return {"status": SKIPPED, "why": "the device has no tensor descriptors"}
     call = call_of(case, place)
     found = []

@@ -119,7 +119,7 @@ def _many_heads(programs: int, keys_per_query: int, place: Place) -> Row:
     heads, queries, dim = (2, 3, 16) if place.dry else (16, 40, 32)
     shape = (programs // heads + 4, heads, queries, dim)
     if keys_per_query > 1:
-        shape = (*shape[:2], 1 if place.dry else 20, dim)
+        shape = (*shape[:2], queries if place.dry else 20, dim)
     cache = (*shape[:2], shape[2] * keys_per_query, dim)
     if why := _too_much(place, 8 * _size(cache)):
         return why

@@ -95,7 +95,7 @@ class Gpu(Place):
 
     def keep_busy(self) -> None:
         with torch.cuda.stream(self._beside):
-            for _ in range(4):
+            for _ in range(16):
                 torch.mm(self._factor, self._factor)
 
     def facts(self) -> dict[str, Any]:

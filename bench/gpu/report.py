@@ -38,7 +38,7 @@ def bars(parts: Parts) -> list[dict[str, Any]]:
 def conformance(rows: Sequence[Row]) -> list[str]:
     """How many of each, what failed and why, and how much of the budget was spent."""
     counts = Counter(row["status"] for row in rows)
-    lines = [f"conformance: {_counted(counts)} of {len(rows)}"]
+    lines = [f"conformance with the float64 reference: {_counted(counts)} of {len(rows)}"]
     for row in rows:
         if row["status"] in (FAIL, ERROR):
             lines.append(f"  {row['status'].upper()} {row['item']}: {row.get('error', '')[:400]}")

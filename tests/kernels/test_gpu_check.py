@@ -1,6 +1,7 @@
 """bench/gpu_check.py works before it meets a GPU: in a dry run, and when things break."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from gpu import place, report, runner
+from flashwire_kernels.check import compare
+from gpu import place, report, results, runner
 from gpu.items import ERROR, FAIL, MISSED, PASS, SKIPPED
 from gpu.runner import Order
 
@@ -154,6 +156,17 @@ def test_a_gpu_is_timed_from_an_empty_cache_once_all_is_asked_for():
         "wait",
     ]
     assert done[1] >= 2e6  # cycles, of at most 2 GHz: longer than the host takes
+
+
+def test_results_that_are_off_fail():
+    one, other = torch.ones(3), torch.tensor([1.0, 1.0, torch.nan])
+    assert results.same_bits({"x": ({"out": one}, {"out": one.clone()})})["status"] == PASS
+    row = results.same_bits({"x": ({"out": one, "lse": one}, {"out": other, "lse": one})})
+    assert row == {"status": FAIL, "error": "other bits x: out"}
+    row = results.judged({"out": compare(one, one, 0.1), "lse": compare(other, one, 0.1)})
+    assert row["status"] == FAIL
+    assert row["of_budget"] == {"out": 0.0, "lse": math.inf}
+    assert "lse off by inf" in row["error"]
 
 
 def test_ratios_are_of_pairs():

@@ -35,9 +35,7 @@ def reasons(backend: str, problem: Problem, device: str) -> tuple[str, ...]:
     return tuple(_REASONS[known(backend)](problem, device))
 
 
-def extra_bytes(
-    backend: str, problem: Problem, *, backward: bool, recomputed: bool = False
-) -> int:
+def extra_bytes(backend: str, problem: Problem, *, backward: bool, recomputed: bool = False) -> int:
     """About how much memory `backend` needs beside the tensors given and returned.
 
     recomputed: of a backward that is given neither out nor lse, and computes them first.

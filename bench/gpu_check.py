@@ -84,7 +84,9 @@ def main() -> int:
         except NoDevice:
             say("there is no CUDA or ROCm device: see --dry-run")
             return NO_DEVICE
-        facts = next((f for p in parts if (f := about(folder / p).get("facts"))), {})
+        facts: dict[str, object] = next(
+            (f for p in parts if (f := about(folder / p).get("facts"))), {}
+        )
         return tell(parts, facts, time.monotonic() - began, chosen.out, folder)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -142,17 +143,14 @@ def _company(case: Case, place: Place) -> Row:
     return same_bits({"in company": (results(alone), many)})
 
 
-@contextmanager
-def _configured(**changes: Any) -> Iterator[None]:
+def _configured(**changes: Any) -> AbstractContextManager[object]:
     """Launch configurations with changes."""
     choose = config.choose
-    config.choose = lambda *key, **modified: dataclasses.replace(  # type: ignore[assignment]
-        choose(*key, **modified), **changes
-    )
-    try:
-        yield
-    finally:
-        config.choose = choose
+
+    def changed(*key: Any, **modified: bool) -> config.Config:
+        return dataclasses.replace(choose(*key, **modified), **changes)
+
+    return mock.patch.object(config, "choose", changed)
 
 
 def _placed(call: Call, place_one: Callable[[torch.Tensor], torch.Tensor]) -> Call:

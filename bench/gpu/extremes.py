@@ -7,7 +7,7 @@ gradient of 0 everywhere else. A dry run does the same on small tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -150,7 +150,7 @@ Index = tuple[slice, ...]
 
 
 def _compare(
-    call: Call, given: dict[str, Index], dout: Index, found: Tensors, parts: dict[str, Index],
+    call: Call, given: Mapping[str, Index], dout: Index, found: Tensors, parts: Mapping[str, Index],
     lengths: list[int] | None = None,
 ) -> Row:  # fmt: skip
     """Slices of what was found against the reference of slices of what was given."""

@@ -156,7 +156,7 @@ class Host(Place):
         """There is no stream beside."""
 
     def facts(self) -> dict[str, Any]:
-        return {"device": f"{platform.machine()}, interpreted"}
+        return {"device": f"{platform.machine()}, interpreted", "dry_run": True}
 
     def start_reading(self) -> Callable[[], dict[str, float | str]]:
         return dict

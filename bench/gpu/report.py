@@ -101,7 +101,9 @@ def summary(parts: Parts, facts: dict[str, Any], seconds: float) -> list[str]:
     if "conformance" in parts:
         lines.append(conformance(parts["conformance"])[0])
     judged = bars(parts)
-    if judged and "H200" not in facts.get("device", ""):
+    if facts.get("dry_run"):
+        lines.append("a dry run: no time or rate here means anything")
+    elif judged and "H200" not in facts.get("device", ""):
         lines.append("the bars are an H200's; this is another device")
     for bar in judged:
         got = "" if bar["got"] is None else f"{bar['got']:.1f}"

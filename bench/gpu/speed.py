@@ -142,9 +142,8 @@ def _peer(name: str, shape: Shape, place: Place) -> Attention:
     if name != "flex":
         backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         return partial(_sdpa, backends[name], shape.causal)
-    if place.dry:
-        attention = flex_attention
-    else:
+    attention: Any = flex_attention
+    if not place.dry:
         torch.compiler.reset()  # else, after a few shapes, flex_attention would not be compiled
         attention = torch.compile(flex_attention, dynamic=False)
     mask = None
@@ -154,9 +153,11 @@ def _peer(name: str, shape: Shape, place: Place) -> Attention:
     return partial(attention, block_mask=mask)
 
 
-def _sdpa(backend: SDPBackend, causal: bool, *qkv: torch.Tensor) -> torch.Tensor:
+def _sdpa(
+    backend: SDPBackend, causal: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
     with sdpa_kernel(backend):
-        return scaled_dot_product_attention(*qkv, is_causal=causal)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def _sees(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ def test_a_dry_run_does_all_of_it(tmp_path):
         assert set(row["absent"]) == {"cudnn", "flex"}
     assert {"torch", "triton", "device", "date"} <= found["facts"].keys()
     *_, last = done.stdout.splitlines()
+    assert "a dry run: no time or rate here means anything" in done.stdout
     assert "decode" in last
     assert "not measured" in last
 

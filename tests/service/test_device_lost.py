@@ -78,8 +78,10 @@ def test_a_lost_device_ends_its_worker_and_nothing_else(service):
         wait_until(lambda gauge=gauge: gauge in client.get("/metrics").text)
     running.join()
     queued.join()
+    assert answers["running"].json()["code"] == "worker_died"
+    assert answers["queued"].json()["code"] in ("worker_died", "no_worker")  # if it came too late
     for answer in answers.values():
-        assert (answer.status_code, answer.json()["code"]) == (503, "worker_died")
+        assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert "CUDA" not in answer.text
 

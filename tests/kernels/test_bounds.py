@@ -115,7 +115,7 @@ class Watch:
 
     def _access(self, pointers, mask):
         """(region, elements, real pointers); None and nothing where no lane is wanted."""
-        wanted = np.asarray(mask.data)
+        wanted = np.asarray(mask.data).astype(bool)  # the interpreter has masks of int32, too
         addresses = pointers.data[wanted]
         if not addresses.size:
             return None, None, pointers
@@ -137,6 +137,8 @@ class Watch:
     def _store(self, original, builder, pointers, value, mask, *rest, **more):
         region, found, real = self._access(pointers, mask)
         if region:
+            if value.data.itemsize != region.item:
+                raise Fault(f"{value.data.itemsize} bytes written to {region}")
             np.add.at(region.writes, found, 1)
             if region.writes[found].max() > 1:
                 raise Fault(f"an element is written twice, in whatever order: {region}")

@@ -52,21 +52,32 @@ def fast_backend(request):
     return prepare(request.param, request)
 
 
+@pytest.fixture
+def interpreted(request):
+    """Triton's kernels run in this test, interpreted."""
+    return prepare(TRITON, request)
+
+
 def prepare(backend, request):
-    """Have triton's kernels interpreted, on CPU tensors, writing into memory full of NaN."""
-    if backend != "triton":
+    """Have triton's kernels run, where they are asked for, in this test."""
+    if backend != TRITON:
         return backend
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    patch = request.getfixturevalue("monkeypatch")
+    settings = np.geterr()
+    request.addfinalizer(lambda: np.seterr(**settings))
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    interpret(request.getfixturevalue("monkeypatch"))
+    return backend
+
+
+def interpret(patch):
+    """Have triton's kernels interpreted, on CPU tensors, writing into memory full of NaN."""
     patch.setattr(fused_support, "DEVICES", {"cuda", "cpu"})
     interpret_bfloat16(patch)
     interpret_helpers_once(patch)
-    settings = np.seterr(all="ignore")  # infinities are how hidden pairs are computed
-    request.addfinalizer(lambda: np.seterr(**settings))
+    np.seterr(all="ignore")  # infinities are how hidden pairs are computed
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    return backend
 
 
 def interpret_bfloat16(patch):

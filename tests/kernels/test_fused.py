@@ -35,6 +35,15 @@ def test_few_queries_share_out_their_keys(form, options, fast_backend, assert_co
     assert_conforms(case, fast_backend)
 
 
+@pytest.mark.parametrize("fast_backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("len_q", [3, 20])
+def test_sinks_of_any_stride(len_q, fast_backend, assert_conforms):
+    call = make(Case(len_q=len_q, len_k=70, heads_q=4, sinks=True))
+    call.tensors["sinks"] = call.tensors["sinks"][:, None].expand(4, 3).contiguous()[:, 1]
+    assert call.tensors["sinks"].stride() == (3,)
+    assert_conforms(call, fast_backend)
+
+
 def test_every_reason_is_named():
     call = make(Case(dim=300, dim_v=400, dtype="float64"))
     with pytest.raises(UnsupportedBackend) as refused:

@@ -171,6 +171,11 @@ def pairs(t: torch.Tensor | None, problem: Problem) -> Pairs | None:
     return Pairs(seen, *seen.expand(shape).stride())
 
 
+def sinks(x: Inputs) -> torch.Tensor | None:
+    """One number after the other, as the kernels read them."""
+    return None if x.sinks is None else x.sinks.contiguous()
+
+
 def score(problem: Problem, x: Inputs) -> Score:
     """The scores of a problem."""
     softcap, factor = problem.spec.softcap, problem.scale * LOG2E

@@ -264,7 +264,7 @@ def queries_call(
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed),
         args.rows(dout, packed), args.scalars(lse, packed), args.scalars(delta, packed),
         None if dlse is None else args.scalars(dlse, packed), args.rows(dq, packed),
-        x.sinks, None if sink_terms is None else args.scalars(sink_terms, packed),
+        args.sinks(x), None if sink_terms is None else args.scalars(sink_terms, packed),
         None if bias_sums is None else args.scalars(bias_sums, False),
         score, args.window(problem), args.dropout(problem), args.float32(problem.scale),
         args.lengths(problem, x.q.device), *grid.arguments,

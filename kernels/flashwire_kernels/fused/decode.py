@@ -156,8 +156,13 @@ def calls(
     decode = Call(decode_kernel, programs, positional, constants, config)
     len_q, _, offsets_q, _ = args.lengths(problem, x.q.device)
     merged = (
+<<<<<<< HEAD
         parts, parts_lse, out, lse, args.sinks(x), len_q, offsets_q, splits, problem.heads_q,
         lse.numel(),
+=======
+        *described, args.rows(out, packed), args.scalars(lse, packed), args.sinks(x), lengths,
+        splits, problem.heads_q,
+>>>>>>> main
     )  # fmt: skip
     padded = args.padded(problem.dim_v)
     constants = {
@@ -170,7 +175,7 @@ def calls(
 def _splits(problem: Problem, split: int) -> int:
     """The most splits whose keys any sequence sees."""
     most = 0
-    for len_q, len_k in set(problem.sequences):
+    for len_q, len_k in problem.lengths:
         band = Band.of(problem.spec, len_q, len_k)
         lo, hi = band.any_range(0, len_q, len_k)
         most = max(most, -(-hi // split) - lo // split)

@@ -275,7 +275,7 @@ def call(
         ]
     positional = (
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed), *tiles, infinite,
-        out, lse, x.sinks, score, *args.ungrouped(problem, device), *grid.arguments,
+        out, lse, args.sinks(x), score, *args.ungrouped(problem, device), *grid.arguments,
     )  # fmt: skip
     constants = args.common(problem) | widths | {
         "FOLD": args.folds(score), "M": config.m, "N": config.n, "EDGE_N": config.edge or config.n,

@@ -222,8 +222,9 @@ def lengths(problem: Problem, device: torch.device) -> Lengths:
 
 
 def ungrouped(problem: Problem, device: torch.device) -> tuple[Any, ...]:
-    """Members of Window, Dropout and Lengths one by one, for primitives.grouped: in a tuple, Triton
-    would compile a kernel anew for each that is 1 or a multiple of 16.
+    """The members of Window, Dropout (each None without one) and Lengths, for a kernel to take one
+    by one and put together: for a tuple's, Triton would compile it anew where one is 1 or a multiple
+    of 16, whatever the kernel says.
     """
     thrown = dropout(problem) or (None,) * len(Dropout._fields)
     return *window(problem), *thrown, *lengths(problem, device)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashwire_kernels.fused import arguments as args
-from flashwire_kernels.fused.arguments import Lengths
+from flashwire_kernels.fused.arguments import Dropout, Lengths, Window
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import MAX_DECODE_ROWS, Config
 from flashwire_kernels.fused.forward import attend_range, query_slices, row_totals
@@ -19,7 +19,6 @@ from flashwire_kernels.fused.primitives import (
     LN2,
     LOG2E,
     alignment,
-    grouped,
     number_index,
     sequence_bounds,
     store_rows,
@@ -45,9 +44,8 @@ def decode_kernel(
     """Attention of all queries of a key head's group over SPLIT keys. Grid: (splits * B * Hkv,),
     where a sequence's first split is the first with a key that is seen.
     """
-    window, dropout, lengths = grouped(
-        left, right, key0, key1, threshold, kept_factor, len_q, len_k, offsets_q, offsets_k
-    )
+    window, dropout = Window(left, right), Dropout(key0, key1, threshold, kept_factor)
+    lengths = Lengths(len_q, len_k, offsets_q, offsets_k)
     pid = tl.program_id(0)
     split, bh = pid % splits, pid // splits
     b, h_kv = bh // heads_kv, bh % heads_kv
@@ -156,13 +154,8 @@ def calls(
     decode = Call(decode_kernel, programs, positional, constants, config)
     len_q, _, offsets_q, _ = args.lengths(problem, x.q.device)
     merged = (
-<<<<<<< HEAD
         parts, parts_lse, out, lse, args.sinks(x), len_q, offsets_q, splits, problem.heads_q,
         lse.numel(),
-=======
-        *described, args.rows(out, packed), args.scalars(lse, packed), args.sinks(x), lengths,
-        splits, problem.heads_q,
->>>>>>> main
     )  # fmt: skip
     padded = args.padded(problem.dim_v)
     constants = {

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from flashwire_kernels.fused import arguments as args
+from flashwire_kernels.fused.arguments import Dropout, Lengths, Window
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.infinite import infinite_between
@@ -19,10 +20,8 @@ from flashwire_kernels.fused.primitives import (
     LOG2E,
     alignment,
     described_tile,
-    grouped,
     keep_tile,
     load_rows,
-    nan_for_inf,
     number_index,
     place,
     row_pointers,
@@ -61,7 +60,7 @@ def softmax_step(
     else:
         p = tl.exp2(s - base[:, None])
     if WATCH:
-        largest = tl.maximum(largest, tl.max(s.to(tl.uint32, bitcast=True), 1))
+        largest = tl.minimum(largest, tl.min(s, 1))
     return p, tl.exp2(m - base), m_new, largest
 
 
@@ -111,8 +110,9 @@ def attend(
         wanted = None
         if EDGE:
             wanted = (cols >= lo) & (cols < hi)
-        product = tl.zeros([M, N], tl.float32)
-        for c in tl.static_range(len(q)):
+        k_tile = key_slice(k, k_pointers, k_tiles, origin, start, wanted, 0, DIM)
+        product = tl.dot(q[0], tl.trans(k_tile), input_precision=PRECISION)
+        for c in tl.static_range(1, len(q)):
             k_tile = key_slice(k, k_pointers, k_tiles, origin, start, wanted, c, DIM)
             product = tl.dot(q[c], tl.trans(k_tile), product, input_precision=PRECISION)
         s, visible, _ = score_tile(
@@ -122,7 +122,7 @@ def attend(
             s, m, largest, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED)
         )
         l = l * correction + tl.sum(p, 1)
-        if dropout is not None:
+        if dropout.key0 is not None:
             p = tl.where(keep_tile(dropout, b, h, i, start, M, N), p, 0.0)
         p = p.to(q[0].dtype)
         new_acc = ()
@@ -158,20 +158,21 @@ def attend_range(
     all_lo, all_hi = tl.maximum(all_lo, first_key), tl.minimum(all_hi, last_key)
     PARTS: tl.constexpr = N // EDGE_N
     first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, N, PARTS)
+    if infinite is not None:
+        spoiled = infinite_between(infinite, keys[4], full * N, full_end * N, lengths, heads_kv)
+        spoiled |= have_infinite(q) & (full_end > full)
+        l = tl.where(spoiled, float("nan"), l)
     acc = ()
     for _ in tl.static_range((DIM_V + WIDTH_V - 1) // WIDTH_V):
         acc = acc + (tl.zeros([M, WIDTH_V], tl.float32),)
     state = attend(
-        (acc, l, m, tl.zeros([M], tl.uint32)), q, keys, place_of,
+        (acc, l, m, tl.zeros([M], tl.float32)), q, keys, place_of,
         (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
         False, FOLD, WATCH, PRECISION, M, N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
     acc, l, m, largest = state
     if WATCH:
-        l = tl.where(largest >= _NEGATIVE_INFINITY, float("nan"), l)
-    if infinite is not None:
-        between = infinite_between(infinite, keys[4], full * N, full_end * N, lengths, heads_kv)
-        l = tl.where(between, float("nan"), l)
+        l = tl.where(largest == -INF, float("nan"), l)
     acc, l, m, _ = attend(
         (acc, l, m, largest), q, keys, place_of,
         (lo, hi, first, before, (full_end - full) * PARTS, edges), score, window, dropout,
@@ -183,14 +184,22 @@ def attend_range(
 @triton.jit
 def query_slices(pointers, step, wanted, DIM: tl.constexpr):
     """The wanted rows of queries by slices of as many columns as `pointers` has, which are `step`
-    apart. An Inf becomes NaN, which no product loses.
+    apart.
     """
     WIDTH: tl.constexpr = pointers.shape[1]
     slices = ()
     for c in tl.static_range((DIM + WIDTH - 1) // WIDTH):
-        part = load_rows(pointers + c * WIDTH * step, wanted, DIM - c * WIDTH)
-        slices = slices + (nan_for_inf(part.to(tl.float32)).to(part.dtype),)
+        slices = slices + (load_rows(pointers + c * WIDTH * step, wanted, DIM - c * WIDTH),)
     return slices
+
+
+@triton.jit
+def have_infinite(slices):
+    """Which rows hold an Inf."""
+    found = tl.max((tl.abs(slices[0].to(tl.float32)) == INF).to(tl.int32), 1)
+    for c in tl.static_range(1, len(slices)):
+        found |= tl.max((tl.abs(slices[c].to(tl.float32)) == INF).to(tl.int32), 1)
+    return found != 0
 
 
 @triton.jit
@@ -198,7 +207,7 @@ def row_totals(l, m, dropout):
     """(what to multiply acc by, lse) of rows; 0 and -inf where nothing was seen."""
     nothing = l == 0
     factor = 1.0
-    if dropout is not None:
+    if dropout.key0 is not None:
         factor = dropout.factor
     lse = tl.where(nothing, -INF, (m + tl.log2(tl.where(nothing, 1.0, l))) * LN2)
     return factor / tl.where(nothing, 1.0, l), lse
@@ -214,9 +223,8 @@ def forward_kernel(
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
     """out and lse of M queries. Grid: (tiles * heads,), heads counting batch rows too."""
-    window, dropout, lengths = grouped(
-        left, right, key0, key1, threshold, kept_factor, len_q, len_k, offsets_q, offsets_k
-    )
+    window, dropout = Window(left, right), Dropout(key0, key1, threshold, kept_factor)
+    lengths = Lengths(len_q, len_k, offsets_q, offsets_k)
     b, h, tile = place(
         tile_list, tiles, heads, heads_per_row, heads_at_once, window.right is not None
     )

@@ -7,23 +7,9 @@ other way about where a kernel works on keys by queries.
 import triton
 import triton.language as tl
 
-from flashwire_kernels.fused.arguments import Dropout, Lengths, Window
-
 INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def grouped(
-    left, right, key0, key1, threshold, factor, len_q, len_k, offsets_q, offsets_k
-):  # fmt: skip
-    """(window, dropout, lengths) of what arguments.ungrouped gave."""
-    if key0 is None:
-        return Window(left, right), None, Lengths(len_q, len_k, offsets_q, offsets_k)
-    else:
-        dropout = Dropout(key0, key1, threshold, factor)
-        return Window(left, right), dropout, Lengths(len_q, len_k, offsets_q, offsets_k)
 
 
 @triton.jit

@@ -37,6 +37,8 @@ class Config:
     split        of a decode, how many keys a program takes; m is the number of rows there are
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     edge         of a forward, keys at a time in tiles that some rows do not see whole; 0 is n
+    watching     of a forward, what to run with while it looks out for infinite products, which takes
+                 registers; None is the same
     width        of a forward, columns of the head dimension at a time; 0 is all
     """
 
@@ -48,6 +50,7 @@ class Config:
     descriptors: bool = False
     edge: int = 0
     width: int = 0
+    watching: Config | None = None
 
     def __post_init__(self) -> None:
         for name in ("m", "n"):
@@ -123,7 +126,8 @@ def shipped(kind: Pass) -> dict[Key, Config]:
             for name, fields in widths[width].items():
                 dim, _, modified = name.removeprefix("d").partition("_")
                 key = Key(kind, family_name, item_size, int(dim), bool(modified))
-                found[key] = Config(**fields)
+                watching = fields.pop("watching", None)
+                found[key] = Config(**fields, watching=watching and Config(**watching))
     return found
 
 

@@ -35,18 +35,17 @@ from flashwire_kernels.fused.primitives import (
 from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.validation import Problem
 
-_NEGATIVE_INFINITY = tl.constexpr(0xFF800000)
-
 
 @triton.jit
 def softmax_step(
-    s, m, largest, factor, GUARD: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr
+    s, m, l, factor, GUARD: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr
 ):
-    """One tile of an online softmax: (p, correction of what came before, new m, new largest).
+    """One tile of an online softmax: (p, correction of what came before, new m, new l).
 
-    m is the largest score of a row so far, in units of log2. GUARD: rows may have seen nothing.
-    WATCH: look out for a product of -inf, which would vanish in exp2: taken as unsigned integers,
-    products have none larger but NaN. (Integers, because of them GPUs find the largest of three.)
+    m is the largest score of a row so far, in units of log2, and l the sum of p relative to it.
+    GUARD: rows may have seen nothing. WATCH: a product of -inf, which would vanish in exp2, makes l
+    NaN: taken for an unsigned integer no product is larger, and the largest, times 0, is 0 or NaN.
+    (Integers, since GPUs find the largest of three of them at once.)
     """
     if FOLD:
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -59,9 +58,12 @@ def softmax_step(
         p = tl.exp2(s * factor - base[:, None])
     else:
         p = tl.exp2(s - base[:, None])
+    correction = tl.exp2(m - base)
+    l = l * correction + tl.sum(p, 1)
     if WATCH:
-        largest = tl.minimum(largest, tl.min(s, 1))
-    return p, tl.exp2(m - base), m_new, largest
+        least = tl.max(s.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)
+        l += least * 0.0
+    return p, correction, m_new, l
 
 
 @triton.jit
@@ -87,14 +89,14 @@ def attend(
     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Take key tiles into state: (acc by slices, l, m, largest).
+    """Take key tiles into state: (acc by slices, l, m).
 
     keys      (k, v, their descriptors or None, origin: (b, head, first row) of the sequence)
     place_of  (b, h, rows (M, 1), Lq, Lk, alignment) of the queries
     tiles     (lo, hi, first, before, jump, count): `count` tiles, from `first` on `before` of them
               and the others from there + `jump`; keys in [lo, hi) are wanted
     """
-    acc, l, m, largest = state
+    acc, l, m = state
     k, v, k_tiles, v_tiles, origin = keys
     b, h, i, len_q, len_k, shift = place_of
     lo, hi, first, before, jump, count = tiles
@@ -118,10 +120,9 @@ def attend(
         s, visible, _ = score_tile(
             product, score, window, b, h, i, cols[None, :], len_q, len_k, shift, EDGE, FOLD
         )
-        p, correction, m, largest = softmax_step(
-            s, m, largest, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED)
+        p, correction, m, l = softmax_step(
+            s, m, l, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED)
         )
-        l = l * correction + tl.sum(p, 1)
         if dropout.key0 is not None:
             p = tl.where(keep_tile(dropout, b, h, i, start, M, N), p, 0.0)
         p = p.to(q[0].dtype)
@@ -133,7 +134,7 @@ def attend(
             scaled = acc[c] * correction[:, None]
             new_acc = new_acc + (tl.dot(p, v_tile, scaled, input_precision=PRECISION),)
         acc = new_acc
-    return acc, l, m, largest
+    return acc, l, m
 
 
 @triton.jit
@@ -166,19 +167,14 @@ def attend_range(
     for _ in tl.static_range((DIM_V + WIDTH_V - 1) // WIDTH_V):
         acc = acc + (tl.zeros([M, WIDTH_V], tl.float32),)
     state = attend(
-        (acc, l, m, tl.zeros([M], tl.float32)), q, keys, place_of,
-        (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
+        (acc, l, m), q, keys, place_of, (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
         False, FOLD, WATCH, PRECISION, M, N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
-    acc, l, m, largest = state
-    if WATCH:
-        l = tl.where(largest == -INF, float("nan"), l)
-    acc, l, m, _ = attend(
-        (acc, l, m, largest), q, keys, place_of,
-        (lo, hi, first, before, (full_end - full) * PARTS, edges), score, window, dropout,
+    return attend(
+        state, q, keys, place_of, (lo, hi, first, before, (full_end - full) * PARTS, edges),
+        score, window, dropout,
         True, FOLD, False, PRECISION, M, EDGE_N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
-    return acc, l, m
 
 
 @triton.jit
@@ -272,8 +268,10 @@ def call(
     infinite: how many keys up to each, and with it, hold an Inf or NaN; None to watch for them.
     """
     packed, device = problem.packed, x.q.device
-    grid = args.query_grid(problem, config.m, device)
     score = args.score(problem, x)
+    if infinite is None and args.folds(score):
+        config = config.watching or config
+    grid = args.query_grid(problem, config.m, device)
     widths = args.widths(problem, config)
     tiles: list[args.TensorDescriptor | None] = [None, None]
     if config.descriptors:

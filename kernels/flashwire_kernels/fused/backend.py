@@ -10,10 +10,11 @@ import torch
 
 from flashwire_kernels.fused import config, decode, infinite
 from flashwire_kernels.fused.arguments import padded
-from flashwire_kernels.fused.backward import keys_call, queries_call
 from flashwire_kernels.fused.dbias import bias_call
 from flashwire_kernels.fused.forward import call as forward_call
-from flashwire_kernels.fused.gradients import delta_call
+from flashwire_kernels.fused.gradients import delta_call, row_numbers
+from flashwire_kernels.fused.keys import keys_call
+from flashwire_kernels.fused.queries import queries_call
 from flashwire_kernels.tensors import Gradients, Inputs, Wanted
 from flashwire_kernels.validation import Problem
 
@@ -50,14 +51,14 @@ def backward(
     dq, dk, dv = (
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
     )
-    delta = lse.new_empty(lse.shape)
-    saved = (dout, lse, delta)
-    terms = torch.zeros_like(delta) if wanted.sinks and x.sinks is not None else None
+    numbers = row_numbers(lse, problem.packed)
+    saved = (dout, *numbers)
+    terms = torch.zeros_like(lse) if wanted.sinks and x.sinks is not None else None
     bias = _BiasSums(problem, x.bias) if wanted.bias and x.bias is not None else None
     by_key, by_query = (None, None) if bias is None else (bias.by_key, bias.by_query)
     queries = _config("queries", problem, x)
     with _on(x.q.device):
-        delta_call(problem, out, lse, dout, dlse, delta, queries).launch()
+        delta_call(problem, out, lse, dout, dlse, numbers, queries).launch()
         keys_call(problem, x, saved, (dk, dv), by_key, _config("keys", problem, x)).launch()
         queries_call(problem, x, saved, dlse, dq, terms, by_query, queries).launch()
         if bias is not None and bias.pairs is not None:

@@ -12,7 +12,6 @@ from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.gradients import gradient_tile
 from flashwire_kernels.fused.primitives import (
     INF,
-    LOG2E,
     alignment,
     keep_tile,
     load_rows,
@@ -60,8 +59,8 @@ def ds_tile(
         found = gradient_tile(
             tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION),
             tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION),
-            (row_lse * LOG2E)[:, None], row_delta[:, None], keep, score, window, dropout,
-            b, h, rows[:, None], cols[None, :], (len_q, len_k, shift), True, FOLD,
+            row_lse[:, None], row_delta[:, None], keep, None, score, window, dropout,
+            b, h, rows[:, None], cols[None, :], len_q, len_k, shift, True, FOLD,
         )  # fmt: skip
         ds = found[1]
     return ds

@@ -130,6 +130,17 @@ def described_tile(
 
 
 @triton.jit
+def tile_of_rows(pointers, step, tiles, origin, start, wanted, DIM: tl.constexpr):
+    """The wanted rows of a tile from row `start` on, or all when `wanted` is None: then by
+    descriptor, if there is one. pointers are to the first rows, which are `step` apart.
+    """
+    if tiles is None or wanted is not None:
+        return load_rows(pointers + start.to(tl.int64) * step, wanted, DIM)
+    else:
+        return described_tile(tiles, origin, start, pointers.shape[0], pointers.shape[1])
+
+
+@triton.jit
 def store_rows(pointers, values, wanted, DIM: tl.constexpr):
     """Store rows where `wanted`, up to DIM."""
     DIM_PAD: tl.constexpr = pointers.shape[1]
@@ -189,20 +200,21 @@ def nan_for_inf(x):
 
 @triton.jit
 def score_tile(
-    product, score, window, b, h, i, j, len_q, len_k, shift, EDGE: tl.constexpr, FOLD: tl.constexpr
-):
+    product, score, window, b, h, i, j, len_q, len_k, shift, EDGE: tl.constexpr, FOLD: tl.constexpr,
+    GUARD: tl.constexpr = True,
+):  # fmt: skip
     """(s, visible, steepness) of a tile of products q.k.
 
     s is in units of log2, -inf where hidden; with FOLD it has yet to be multiplied by the factor.
     steepness is d s / d (product * scale); it and visible are 1 and True of a tile without softcap
     and without anything hidden. An unmasked tile of plain scores passes as it is, infinities
-    included.
+    included; so does any without GUARD.
     """
     HIDES: tl.constexpr = EDGE or score.mask is not None or score.bias is not None
     steepness = 1.0
     visible = True
     s = product
-    if HIDES or not FOLD:
+    if GUARD and (HIDES or not FOLD):
         s = nan_for_inf(s)
     if not FOLD:
         s = s * score.factor
@@ -224,7 +236,7 @@ def score_tile(
         bias = pair_tile(score.bias, b, h, i, j, visible, 0.0).to(tl.float32)
         visible &= bias != -INF
         s = s + bias * LOG2E
-    if HIDES:
+    if GUARD and HIDES:
         s = tl.where(visible, s, -INF)
     return s, visible, steepness
 

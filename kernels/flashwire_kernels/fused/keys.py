@@ -1,0 +1,181 @@
+"""dK and dV: a program per tile of keys, which takes the queries of all heads that share them.
+
+Every sum is taken within one program, in a fixed order: no atomics. Tiles are keys by queries, so
+that p and ds go from registers into the next product as they are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashwire_kernels.fused import arguments as args
+from flashwire_kernels.fused.call import UNSPECIALISED, Call
+from flashwire_kernels.fused.config import Config
+from flashwire_kernels.fused.gradients import (
+    described,
+    gradient_tile,
+    in_sight,
+    load_scalars,
+    within_sight,
+)
+from flashwire_kernels.fused.primitives import (
+    alignment,
+    keep_tile,
+    load_rows,
+    place,
+    row_pointers,
+    scalar_pointers,
+    seen,
+    sequence_bounds,
+    split_range,
+    store_rows,
+    tile_of_rows,
+    visible_range,
+)
+from flashwire_kernels.tensors import Inputs
+from flashwire_kernels.validation import Problem
+
+
+@triton.jit
+def keys_range(
+    state, k_tile, v_tile, queries, place_of, tiles, score, window, dropout,
+    EDGE: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
+):  # fmt: skip
+    """Take query tiles of a head into state: (dk, dv, sums of ds by key).
+
+    queries   (q, dout, lse, delta, descriptors of q and dout or None, origin: (b, head, first row))
+    place_of  (b, h, first key, all N, Lq, Lk, alignment)
+    tiles     (lo, hi, first, before, jump, count): `count` tiles, from `first` on `before` of them
+              and the others from there + `jump`; queries in [lo, hi) are wanted
+    """
+    dk, dv, sums = state
+    q, dout, lse, delta, q_tiles, do_tiles, origin = queries
+    b, h, start_n, j, len_q, len_k, shift = place_of
+    lo, hi, first, before, jump, count = tiles
+    first_q = origin[2]
+    q_pointers = row_pointers(q, b, h, first_q, M, DIM_PAD)
+    do_pointers = row_pointers(dout, b, h, first_q, M, DIM_V_PAD)
+    MASKED: tl.constexpr = score.mask is not None or score.bias is not None
+    BAND: tl.constexpr = (
+        window.left is not None or window.right is not None or score.slopes is not None
+    )
+    # Queries that are not wanted are 0, and so are their numbers: that is enough to hide them, but
+    # that ALiBi might yet make their p infinite.
+    length = None
+    if score.slopes is not None:
+        length = len_q
+    for n in range(count):
+        tile = first + n
+        if EDGE:
+            tile += tl.where(n < before, 0, jump)
+        start = tl.multiple_of(tile * M, M)
+        rows = start + tl.arange(0, M)
+        wanted = None
+        if EDGE:
+            wanted = (rows >= lo) & (rows < hi)
+        q_tile = tile_of_rows(q_pointers, q.row, q_tiles, origin, start, wanted, DIM)
+        do_tile = tile_of_rows(do_pointers, dout.row, do_tiles, origin, start, wanted, DIM_V)
+        product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        row_lse = load_scalars(lse, b, h, first_q + rows, wanted)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+        row_delta = load_scalars(delta, b, h, first_q + rows, wanted)
+        keep = True
+        if dropout is not None:
+            keep = tl.trans(keep_tile(dropout, b, h, rows[:, None], start_n, M, k_tile.shape[0]))
+        in_band = None
+        if EDGE and BAND:
+            in_band = in_sight(j, start, length, -shift, window.right, window.left, M)
+        p, ds, draw, visible = gradient_tile(
+            product, dp, row_lse[None, :], row_delta[None, :], keep, in_band, score, window,
+            dropout, b, h, rows[None, :], j[:, None], len_q, len_k, shift, EDGE, FOLD,
+        )  # fmt: skip
+        if MASKED:
+            some = seen(visible, 0)[:, None]
+            q_tile = tl.where(some, q_tile, 0.0)
+            do_tile = tl.where(some, do_tile, 0.0)
+        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        dk = tl.dot(draw.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+        if score.bias is not None:
+            sums += tl.sum(ds, 1)
+    return dk, dv, sums
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def keys_kernel(
+    q, k, v, dout, lse, delta, q_tiles, do_tiles, dk, dv, bias_sums, score, window, dropout, scale,
+    lengths, tile_list, tiles, heads, heads_per_row, heads_at_once,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of N keys, over the heads that share them; bias_sums (B, Hq, Lk) of ds."""
+    b, h_kv, tile = place(tile_list, tiles, heads, heads_per_row, heads_at_once, False)
+    first_q, len_q, first_k, len_k = sequence_bounds(lengths, b)
+    shift = alignment(len_q, len_k, BOTTOM_RIGHT)
+    row_of_queries = b
+    if lengths.offsets_q is not None:
+        row_of_queries = b * 0
+    start = tile * N
+    cols = start + tl.arange(0, N)
+    wanted = cols < len_k
+    seen_by_some = wanted & within_sight(cols, len_q, -shift, window.right, window.left)
+    k_pointers = row_pointers(k, b, h_kv, first_k + start, N, DIM_PAD)
+    v_pointers = row_pointers(v, b, h_kv, first_k + start, N, DIM_V_PAD)
+    k_tile = load_rows(k_pointers, seen_by_some, DIM)
+    v_tile = load_rows(v_pointers, seen_by_some, DIM_V)
+    lo, hi, all_lo, all_hi = visible_range(
+        start, tl.minimum(start + N, len_k), len_q, -shift, window.right, window.left
+    )
+    first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, M)
+    dk_tile = tl.zeros([N, DIM_PAD], tl.float32)
+    dv_tile = tl.zeros([N, DIM_V_PAD], tl.float32)
+    for g in range(GROUP):
+        h = h_kv * GROUP + g
+        queries = (q, dout, lse, delta, q_tiles, do_tiles, (row_of_queries, h, first_q))
+        place_of = (b, h, start, cols, len_q, len_k, shift)
+        state = keys_range(
+            (dk_tile, dv_tile, tl.zeros([N], tl.float32)), k_tile, v_tile, queries, place_of,
+            (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
+            False, FOLD, PRECISION, M, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
+        )  # fmt: skip
+        dk_tile, dv_tile, sums = keys_range(
+            state, k_tile, v_tile, queries, place_of,
+            (lo, hi, first, before, full_end - full, edges), score, window, dropout,
+            True, FOLD, PRECISION, M, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
+        )  # fmt: skip
+        if bias_sums is not None:
+            tl.store(scalar_pointers(bias_sums, b, h, cols), sums, mask=wanted)
+    if dropout is not None:
+        dv_tile = dv_tile * dropout.factor
+    dk_pointers = row_pointers(dk, b, h_kv, first_k + start, N, DIM_PAD)
+    dv_pointers = row_pointers(dv, b, h_kv, first_k + start, N, DIM_V_PAD)
+    store_rows(dk_pointers, dk_tile * scale, wanted, DIM)
+    store_rows(dv_pointers, dv_tile, wanted, DIM_V)
+
+
+def keys_call(
+    problem: Problem,
+    x: Inputs,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    found: tuple[torch.Tensor, torch.Tensor],
+    bias_sums: torch.Tensor | None,
+    config: Config,
+) -> Call:
+    """Writes dk and dv (`found`), and bias_sums (B, Hq, Lk). rows: dout, and what the delta kernel
+    wrote.
+    """
+    packed, (dout, lse, delta), (dk, dv) = problem.packed, rows, found
+    score = args.score(problem, x)
+    grid = args.key_grid(problem, config.n, x.q.device)
+    positional = (
+        args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed),
+        args.rows(dout, packed), args.scalars(lse, packed), args.scalars(delta, packed),
+        *described((x.q, dout), packed, config.m, config),
+        args.rows(dk, packed), args.rows(dv, packed),
+        None if bias_sums is None else args.scalars(bias_sums, False),
+        score, args.window(problem), args.dropout(problem), args.float32(problem.scale),
+        args.lengths(problem, x.q.device), *grid.arguments,
+    )  # fmt: skip
+    constants = args.constants(problem) | {"FOLD": args.folds(score), "M": config.m, "N": config.n}
+    return Call(keys_kernel, grid.programs, positional, constants, config)

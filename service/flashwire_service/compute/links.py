@@ -116,9 +116,9 @@ class Links:
             if not is_exhaustion(e):
                 raise
             lost = True
-        refusal = _exhausted(job) if lost else self._intake.offer(ticket)
-        if refusal is not None:
-            self.answer(ticket, refusal)
+        refused = [(ticket, _exhausted(job))] if lost else self._intake.offer(ticket)
+        for other, failure in refused:
+            self.answer(other, failure)
 
     def _attach(self, peer: int, channel: Channel) -> None:
         if peer in self._fronts:

@@ -33,6 +33,8 @@ class Job:
     owner     digest of the caller's key, "" without keys
     max_queued, max_residual_bytes
               what this owner may have of the worker's queue and saved forwards; None: all of it
+    device_bytes
+              memory that computing it is estimated to need: inputs, results and what lies between
     """
 
     kind: ClassVar[str] = "job"
@@ -45,6 +47,7 @@ class Job:
     owner: str = ""
     max_queued: int | None = None
     max_residual_bytes: int | None = None
+    device_bytes: int = 0
     accept: str = "msgpack"
     received: float = 0.0
     deadline: float = 0.0

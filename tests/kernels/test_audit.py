@@ -237,6 +237,8 @@ def test_each_rule_can_be_broken(changed, said):
 def test_only_what_a_case_is_about_is_judged():
     loaded = kernel(plain("LDG.E.128 R4, desc[UR4][R2.64] ;"), "sm_90 forward half d64 modified")
     assert list(violations(loaded, Allowance())) == []
+    float32 = kernel(plain("FSEL R24, R24, R25, P2 ;"), "sm_90 forward single d64 dense")
+    assert list(violations(float32, Allowance(per_score=4.0))) == []
     helper = kernel(plain(), main=False, loop=None, spilled=4)
     assert list(violations(helper, Allowance())) == ["spills 4 bytes, 0 allowed"]
 

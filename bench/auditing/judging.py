@@ -48,8 +48,8 @@ def _products(kernel: Kernel, loop: Loop) -> Iterator[str]:
 
 
 def _masks(loop: Loop) -> Iterator[str]:
-    """Where nothing is hidden, nothing is chosen between. Not asked of float32, which comes from the
-    same source: there, conversions of layouts choose, too.
+    """Where nothing is hidden, nothing is chosen between. Not asked of float32, which has the same
+    source, and whose changes of layout choose, too.
     """
     if loop.selects:
         yield f"chooses between numbers {loop.selects} times where nothing is hidden"

@@ -26,7 +26,7 @@ from auditing import budget, table
 from auditing.cases import ARCHES, DIMS, DTYPES, VARIANTS, Case, cases
 from auditing.compiling import DoesNotCompile
 from auditing.figures import Kernel, measure
-from auditing.judging import could_be_lower, violations
+from auditing.judging import violations
 from flashwire_kernels.fused.config import PASSES
 
 BUDGET = Path(__file__).parent / "audit_budget.toml"
@@ -36,7 +36,7 @@ def main() -> int:
     chosen = _arguments()
     asked = [case for case in cases() if _asked_for(case, chosen)]
     allowed = budget.read(chosen.budget)
-    kernels, wrong, generous = [], [], []
+    kernels, wrong = [], []
     print(table.head(asked))
     for case, found in _measured(asked, chosen.jobs):
         if isinstance(found, str):
@@ -51,10 +51,8 @@ def main() -> int:
         allowed = budget.renewed(allowed, kernels)
         chosen.budget.write_text(budget.text(allowed))
     for kernel in kernels:
-        line = allowed.of(kernel.case)
-        wrong += [f"{kernel}: {text}" for text in violations(kernel, line)]
-        generous += [f"{kernel}: {text}" for text in could_be_lower(kernel, line)]
-    _say("could be lowered in the budget", generous)
+        wrong += [f"{kernel}: {text}" for text in violations(kernel, allowed.of(kernel.case))]
+    _say("could be lowered in the budget", list(budget.could_be_lower(allowed, kernels)))
     _say("violations", wrong)
     return bool(wrong)
 

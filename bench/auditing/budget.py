@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ _HEAD = """\
 
 _TOGETHER = ("dense", "causal", "grouped")
 """Variants that share a line, as high as the highest of them."""
+
+_WORTH_LOWERING = 0.98
 
 Place = tuple[str, str]
 """A section, and the name of a line in it."""
@@ -84,6 +86,15 @@ def renewed(budget: Budget, kernels: Iterable[Kernel]) -> Budget:
         if at not in kept:
             highest[at] = _with(highest.get(at, Allowance()), kernel)
     return Budget(budget.lines | highest)
+
+
+def could_be_lower(budget: Budget, kernels: Iterable[Kernel]) -> Iterator[str]:
+    """Lines that allow 2% more than the highest of their cases takes."""
+    for at, line in renewed(budget, kernels).lines.items():
+        for name in ("per_score", "spill", "loads"):
+            takes, allowed = (getattr(of, name) or 0 for of in (line, budget.lines.get(at, line)))
+            if takes < allowed and takes <= allowed * _WORTH_LOWERING:
+                yield f"{at[0]} {at[1]}: {name} is {takes}, {allowed} allowed"
 
 
 def _with(allowed: Allowance, kernel: Kernel) -> Allowance:

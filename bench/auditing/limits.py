@@ -12,9 +12,6 @@ MAX_COMPARES = 20
 in buffers that several tiles share. A mask takes one per score.
 """
 
-MAX_MULTIPLY_ADDS = 8
-"""Per score, on ordinary lanes; a product that is not on matrix cores takes 16 or more."""
-
 
 def may_spill(case: Case) -> bool:
     """Whether a budget may allow it."""
@@ -38,3 +35,8 @@ def matrix_name(case: Case) -> str | None:
     if case.kind == "decode" or case.dim > 128:
         return "v_mfma" if case.arch.startswith("gfx") else ""
     return _TENSOR.get(case.arch, "HMMA")
+
+
+def max_multiply_adds(case: Case) -> float:
+    """Per score, on ordinary lanes. Each product of a tile takes a head dimension of them there."""
+    return case.dim / 2

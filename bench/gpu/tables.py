@@ -14,15 +14,18 @@ from flashwire_kernels.fused.config import Config, Key
 PASSES = config.PASSES
 SHIPPED = Path(config.__file__).parent / "shipped"
 
+_ALWAYS = ("m", "n", "warps", "stages")
 _WIDTHS = {2: "half", 4: "single"}
 
 
 def line(key: Key, chosen: Config) -> str:
-    """The line of a configuration; a split and descriptors are left out where there are none."""
+    """The line of a configuration; of its fields, those that every line has, and what differs from
+    the defaults.
+    """
     given = {
-        name: value
-        for name, value in dataclasses.asdict(chosen).items()
-        if name not in ("split", "descriptors") or value
+        field.name: getattr(chosen, field.name)
+        for field in dataclasses.fields(chosen)
+        if field.name in _ALWAYS or getattr(chosen, field.name) != field.default
     }
     fields = ", ".join(f"{name} = {str(value).lower()}" for name, value in given.items())
     return f"{_name(key)} = {{ {fields} }}"

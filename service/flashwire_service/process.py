@@ -77,6 +77,7 @@ class Child:
         """Post a frame; a child that just died is not told."""
         with contextlib.suppress(ChannelClosed):
             self.control.post(frame, fd)
+            self.control.flush()  # what waits since it was slow to listen
 
     def terminate(self) -> None:
         """Cut its lifeline: it ends by itself, without finishing what it does."""

@@ -134,6 +134,10 @@ class Settings:
         300_000, parse.integer(1, 86_400_000),
         "longest wait for queue and compute; also the default", "MILLISECONDS",
     )  # fmt: skip
+    quarantine_s: float = _setting(
+        3600.0, parse.seconds(0),
+        "how long a request that ended two workers in a row is refused; 0: never", _SECONDS,
+    )  # fmt: skip
     residual_ttl_s: float = _setting(600.0, parse.seconds(0.1), "life of a saved forward", _SECONDS)
     residual_bytes: int = _setting(
         2 * 2**30, parse.size(0), "bytes of saved forwards a worker holds", _BYTES

@@ -1,5 +1,6 @@
 """Jobs on the real kernels: real message bytes in, real reply bytes out."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -20,6 +21,7 @@ from flashwire_service.compute.arrays import NAMES, bytes_of, tensor_at
 from flashwire_service.compute.failures import DeviceLost
 from flashwire_service.compute.intake import Ticket
 from flashwire_service.compute.jobs import Jobs
+from flashwire_service.compute.residuals import OWN_BYTES
 from flashwire_service.ipc.channel import MAX_INLINE
 from flashwire_service.ipc.frames import Failure, Job, Reply, TensorSlot
 from flashwire_service.ipc.memory import Memory
@@ -198,7 +200,7 @@ def test_backward_by_residual_equals_backward_of_everything(jobs):
 def test_a_residual_serves_until_it_is_released(jobs):
     asked = {"save_for_backward": True}
     answer = jobs.run(ticket("attention", asked, qkv(1, 1, 4, 8), owner="me"))
-    assert answer.frame.residual_bytes == 4 * (4 * 4 * 8 + 4)
+    assert answer.frame.residual_bytes == 4 * (4 * 4 * 8 + 4) + OWN_BYTES
     residual = reply_of(answer)[0]["residual"]
     dout = {"dout": randn(1, 1, 4, 8)}
 
@@ -301,6 +303,16 @@ def test_a_residual_beyond_the_budget_is_507_before_anything_is_computed(jobs, m
     assert failure.code == "not_enough_memory"
     assert str(2**20) in failure.detail
     assert "raise FLASHWIRE_RESIDUAL_BYTES" in failure.detail
+
+
+def test_a_residual_beyond_what_its_owner_may_hold_is_507(jobs, monkeypatch):
+    monkeypatch.setattr(api, "forward", lambda *_, **__: pytest.fail("computed"))
+    x = ticket("attention", {"save_for_backward": True}, qkv(1, 1, 16, 64), owner="me")
+    x.job = dataclasses.replace(x.job, max_residual_bytes=10_000)
+    failure = failure_of(jobs.run(x))
+    assert failure.code == "not_enough_memory"
+    assert "10000 are available" in failure.detail
+    assert "FLASHWIRE_KEY_RESIDUAL_BYTES" in failure.detail
 
 
 def test_an_answer_that_nobody_waits_for_leaves_no_residual(jobs):

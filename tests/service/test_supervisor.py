@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashwire_service import keys, supervisor
+from flashwire_service import environment, keys, listening, supervisor
 from flashwire_service.settings import Settings
 
 HERE = Path(__file__).parent
@@ -353,22 +353,22 @@ def test_a_supervisor_without_descriptors_waits_for_better_times(start):
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_an_address_that_is_not_ours(host):
-    with pytest.raises(supervisor.Fatal) as caught:
-        supervisor.listen(host, 0)
+    with pytest.raises(listening.Fatal) as caught:
+        listening.listen(host, 0)
     assert caught.value.code == os.EX_NOHOST
     assert host in str(caught.value)
 
 
 def test_ipv6_urls_have_brackets():
-    with supervisor.listen("::1", 0) as listener:
-        assert supervisor.url(listener).startswith("http://[::1]:")
+    with listening.listen("::1", 0) as listener:
+        assert listening.url(listener).startswith("http://[::1]:")
 
 
 def test_workers_share_the_cores():
-    cores = supervisor.usable_cores()
-    assert supervisor.worker_threads(Settings()) == cores
-    assert supervisor.worker_threads(Settings(workers=cores + 1)) == 1
-    assert supervisor.worker_threads(Settings(threads=7)) == 7
+    cores = environment.usable_cores()
+    assert environment.worker_threads(Settings()) == cores
+    assert environment.worker_threads(Settings(workers=cores + 1)) == 1
+    assert environment.worker_threads(Settings(threads=7)) == 7
 
 
 def test_a_child_that_cannot_be_connected_is_replaced(monkeypatch):
@@ -380,6 +380,9 @@ def test_a_child_that_cannot_be_connected_is_replaced(monkeypatch):
 
         def __init__(self, *_: object) -> None:
             self.control, self.other = supervisor.socketpair()
+
+        def tell(self, *_: object) -> None:
+            pass
 
         def kill(self) -> None:
             killed.append(self)

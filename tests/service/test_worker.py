@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashwire_service.environment import worker_environment
 from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
 from flashwire_service.ipc.frames import (
     Attach,
@@ -23,7 +24,7 @@ from flashwire_service.ipc.frames import (
 from flashwire_service.ipc.heartbeat import Heartbeat
 from flashwire_service.process import Child
 from flashwire_service.settings import Settings
-from flashwire_service.supervisor import WORKER, worker_environment
+from flashwire_service.supervisor import WORKER
 
 PATIENCE_S = 60.0
 ONES = b"\0\0\x80\x3f"

@@ -65,10 +65,11 @@ def failure_of(error: BaseException, job: Job, max_materialise: int) -> Failure:
 def _way_out(error: NotEnoughMemory, job: Job, max_materialise: int) -> str:
     """Which limit it was, and what can be done."""
     if isinstance(error, TooLargeToKeep):
-        return (
-            " for saved forwards: send the inputs to backward instead of saving, or raise "
-            "FLASHWIRE_RESIDUAL_BYTES"
-        )
+        limit = "FLASHWIRE_RESIDUAL_BYTES"
+        if error.available == job.max_residual_bytes:
+            limit = "FLASHWIRE_KEY_RESIDUAL_BYTES, or this key's residual_bytes"
+        advice = "send the inputs to backward instead of saving, or raise"
+        return f" for saved forwards: {advice} {limit}"
     if error.available == max_materialise:
         asks = "" if job.route == "check" else "backend 'auto', "
         return (

@@ -120,7 +120,8 @@ class Jobs:
         backend = options.get("backend") or "auto"
         result_bytes = forward_bytes(tensors)
         kept_bytes = total_bytes(tensors) + result_bytes if save else 0
-        self._residuals.require(kept_bytes)
+        if save:
+            self._residuals.require(kept_bytes, job.owner, job.max_residual_bytes)
         limit = self._room.for_backend(job, backend, tensors, result_bytes, kept_bytes)
         forward = api.forward(**tensors, spec=spec, backend=backend, memory_limit=limit)
         outcome = Outcome(
@@ -136,7 +137,8 @@ class Jobs:
                 backend=forward.backend,
                 skipped=forward.skipped,
             )
-            outcome.residual = outcome.values["residual"] = self._residuals.keep(saved, job.owner)
+            key = self._residuals.keep(saved, job.owner, job.max_residual_bytes)
+            outcome.residual = outcome.values["residual"] = key
         return outcome
 
     def backward(self, job: Job, tensors: Tensors) -> Outcome:

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     adopted = adopt(arguments)
     log = Log(f"worker-{adopted.index}", adopted.settings.log_level)
+    page = os.dup(adopted.fd)
     heartbeat = Heartbeat.receive(adopted.fd)
     if adopted.settings.triton_cache_dir:
         os.environ["TRITON_CACHE_DIR"] = adopted.settings.triton_cache_dir  # read by triton
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     jobs = Jobs(chosen, adopted.settings, adopted.index, log)
     intake = Intake(adopted.settings.queue_requests, adopted.settings.queue_bytes)
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
-    links = Links(adopted.control, intake, hello)
+    links = Links(adopted.control, intake, hello, page)
     heartbeat.idle()
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
@@ -119,7 +120,7 @@ def _compute(
         if ticket is None:
             continue
         started = time.monotonic()
-        heartbeat.busy(started + busy_limit)
+        heartbeat.busy(started + busy_limit, ticket.job.id)
         try:
             answer = jobs.run(ticket, queue_depth=intake.depth)
         except DeviceLost:  # whoever waits for this worker learns it from the end of the socket

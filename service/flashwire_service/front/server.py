@@ -29,8 +29,13 @@ class Server(uvicorn.Server):
     def __init__(self, adopted: Adopted, log: Log) -> None:
         self._adopted = adopted
         self._log = log
-        self.pool = Pool(on_drain=self.drain, on_orphaned=_orphaned, on_reload=self.reload)
         settings = adopted.settings
+        self.pool = Pool(
+            on_drain=self.drain,
+            on_orphaned=_orphaned,
+            on_reload=self.reload,
+            quarantine_s=settings.quarantine_s,
+        )
         self._app = create_app(settings, self.pool, log)
         self._certificate = (
             Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None

@@ -37,6 +37,7 @@ class Config:
     split        of a decode, how many keys a program takes; m is the number of rows there are
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     edge         of a forward, keys at a time in tiles that some rows do not see whole; 0 is n
+    floats       watch for infinite products by their floats, where a GPU finds the least of three
     watching     of a forward, what to run with while it looks out for infinite products, which takes
                  registers; None is the same
     width        of a forward, columns of the head dimension at a time; 0 is all
@@ -50,6 +51,7 @@ class Config:
     descriptors: bool = False
     edge: int = 0
     width: int = 0
+    floats: bool = False
     watching: Config | None = None
 
     def __post_init__(self) -> None:

@@ -37,7 +37,8 @@ def decode_kernel(
     q, k, v, parts, parts_lse, score,
     left, right, key0, key1, threshold, kept_factor, len_q, len_k, offsets_q, offsets_k,
     splits, heads_kv, part_rows,
-    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    FOLD: tl.constexpr, FLOATS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +73,7 @@ def decode_kernel(
         None, 0, own_q, first_key, tl.minimum(own_k, first_key + SPLIT),
         tl.full([M], -INF, tl.float32), tl.zeros([M], tl.float32),
         score, window, dropout, lengths, heads_kv,
-        FOLD, PRECISION, M, N, N, DIM, DIM_V, WIDTH, WIDTH_V,
+        FOLD, FLOATS, PRECISION, M, N, N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
     factor, lse = row_totals(l, m, dropout)
     packed: tl.constexpr = lengths.offsets_q is not None
@@ -147,7 +148,7 @@ def calls(
         *rows, parts, parts_lse, score, *free, splits, problem.heads_kv, lse.numel()
     )  # fmt: skip
     constants = args.common(problem) | args.widths(problem, config) | {
-        "FOLD": args.folds(score), "M": args.padded(problem.len_q * problem.group),
+        "FOLD": args.folds(score), "FLOATS": config.floats, "M": args.padded(problem.len_q * problem.group),
         "N": config.n, "SPLIT": config.split,
     }  # fmt: skip
     programs = splits * problem.batch * problem.heads_kv

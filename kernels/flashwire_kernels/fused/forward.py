@@ -38,14 +38,15 @@ from flashwire_kernels.validation import Problem
 
 @triton.jit
 def softmax_step(
-    s, m, l, factor, GUARD: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr
-):
+    s, m, l, factor,
+    GUARD: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr, FLOATS: tl.constexpr,
+):  # fmt: skip
     """One tile of an online softmax: (p, correction of what came before, new m, new l).
 
     m is the largest score of a row so far, in units of log2, and l the sum of p relative to it.
     GUARD: rows may have seen nothing. WATCH: a product of -inf, which would vanish in exp2, makes l
-    NaN: taken for an unsigned integer no product is larger, and the largest, times 0, is 0 or NaN.
-    (Integers, since GPUs find the largest of three of them at once.)
+    NaN: it is the least, and, taken for an unsigned integer, the largest product, which times 0 is 0
+    or NaN. sm_90 finds the largest of three integers at once, sm_100 the least of three FLOATS, too.
     """
     if FOLD:
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -61,7 +62,10 @@ def softmax_step(
     correction = tl.exp2(m - base)
     l = l * correction + tl.sum(p, 1)
     if WATCH:
-        least = tl.max(s.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)
+        if FLOATS:
+            least = tl.min(s, 1)
+        else:
+            least = tl.max(s.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)
         l += least * 0.0
     return p, correction, m_new, l
 
@@ -85,8 +89,8 @@ def key_slice(
 @triton.jit
 def attend(
     state, q, keys, place_of, tiles, score, window, dropout,
-    EDGE: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    EDGE: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr, FLOATS: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
     """Take key tiles into state: (acc by slices, l, m).
@@ -121,7 +125,7 @@ def attend(
             product, score, window, b, h, i, cols[None, :], len_q, len_k, shift, EDGE, FOLD
         )
         p, correction, m, l = softmax_step(
-            s, m, l, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED)
+            s, m, l, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED), FLOATS
         )
         if dropout.key0 is not None:
             p = tl.where(keep_tile(dropout, b, h, i, start, M, N), p, 0.0)
@@ -141,7 +145,7 @@ def attend(
 def attend_range(
     q, keys, place_of, infinite, first_row, last_row, first_key, last_key, m, l,
     score, window, dropout, lengths, heads_kv,
-    FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    FOLD: tl.constexpr, FLOATS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EDGE_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
@@ -168,12 +172,12 @@ def attend_range(
         acc = acc + (tl.zeros([M, WIDTH_V], tl.float32),)
     state = attend(
         (acc, l, m), q, keys, place_of, (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
-        False, FOLD, WATCH, PRECISION, M, N, DIM, DIM_V, WIDTH, WIDTH_V,
+        False, FOLD, WATCH, FLOATS, PRECISION, M, N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
     return attend(
         state, q, keys, place_of, (lo, hi, first, before, (full_end - full) * PARTS, edges),
         score, window, dropout,
-        True, FOLD, False, PRECISION, M, EDGE_N, DIM, DIM_V, WIDTH, WIDTH_V,
+        True, FOLD, False, FLOATS, PRECISION, M, EDGE_N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
 
 
@@ -214,7 +218,8 @@ def forward_kernel(
     q, k, v, k_tiles, v_tiles, infinite, out, lse, sinks, score,
     left, right, key0, key1, threshold, kept_factor, len_q, len_k, offsets_q, offsets_k,
     tile_list, tiles, heads, heads_per_row, heads_at_once,
-    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    FOLD: tl.constexpr, FLOATS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EDGE_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +248,7 @@ def forward_kernel(
         (b, h, rows[:, None], own_q, own_k, alignment(own_q, own_k, BOTTOM_RIGHT)),
         infinite, start, tl.minimum(start + M, own_q), 0, own_k, m, l,
         score, window, dropout, lengths, heads_per_row // GROUP,
-        FOLD, PRECISION, M, N, EDGE_N, DIM, DIM_V, WIDTH, WIDTH_V,
+        FOLD, FLOATS, PRECISION, M, N, EDGE_N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
     factor, row_lse = row_totals(l, m, dropout)
     index = number_index(
@@ -284,6 +289,7 @@ def call(
         out, lse, args.sinks(x), score, *args.ungrouped(problem, device), *grid.arguments,
     )  # fmt: skip
     constants = args.common(problem) | widths | {
-        "FOLD": args.folds(score), "M": config.m, "N": config.n, "EDGE_N": config.edge or config.n,
+        "FOLD": args.folds(score), "FLOATS": config.floats,
+        "M": config.m, "N": config.n, "EDGE_N": config.edge or config.n,
     }  # fmt: skip
     return Call(forward_kernel, grid.programs, positional, constants, config)

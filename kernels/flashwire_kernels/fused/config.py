@@ -36,6 +36,7 @@ class Config:
 
     split        of a decode, how many keys a program takes; m is the number of rows there are
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
+    apart        dk and dv have a launch each, where both do not fit into registers at once
     """
 
     m: int
@@ -44,6 +45,7 @@ class Config:
     stages: int = 2
     split: int = 0
     descriptors: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("m", "n"):

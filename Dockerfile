@@ -48,9 +48,10 @@ ENV FLASHWIRE_HOST=0.0.0.0 \
     FLASHWIRE_PORT=8000 \
     PYTHONUNBUFFERED=1
 EXPOSE 8000
-# A first start loads torch and computes a real attention before it is ready.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['FLASHWIRE_PORT']), timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+# A first start loads torch and computes real attentions before it is ready; on a GPU it compiles the
+# kernels of FLASHWIRE_WARMUP, too, which takes minutes where the cache is empty.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 \
+    CMD ["python", "-m", "flashwire_service.health"]
 ENTRYPOINT ["flashwire-serve"]
 USER 10001:10001
 
@@ -69,6 +70,8 @@ USER 10001:10001
 COPY --from=build-gpu /opt/flashwire /opt/flashwire
 # cuda, not auto: a container without its GPU must fail, not compute slowly.
 ENV FLASHWIRE_DEVICE=cuda \
-    TRITON_CACHE_DIR=/var/cache/flashwire/triton \
+    FLASHWIRE_TRITON_CACHE_DIR=/var/cache/flashwire/triton \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Compiled kernels. The user may write there, also where no volume is given.
+VOLUME /var/cache/flashwire

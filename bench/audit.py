@@ -1,101 +1,99 @@
 """Compile the GPU kernels ahead of time, without a GPU, and judge what the compiler made of them.
 
-    python bench/audit.py [--arch sm_90 ...] [--dim 64 128] [--pass forward ...] [--width half]
-                          [--modified | --plain] [--variant dense ...] [--opcodes] [-j 2]
+    python bench/audit.py                                     everything: make audit
+    python bench/audit.py --arch sm_90 --pass forward --dim 64 128 --width half --plain --opcodes
+    python bench/audit.py "sm_90 forward half d* causal" "gfx942 *"
+    python bench/audit.py --write-budget
 
-Exits with 1 when a kernel breaks a rule; docs/performance.md says what the columns and rules are.
+Exits with 1 when a kernel breaks a rule; docs/performance.md tells the rules and what is counted.
+The kernels are those of the flashwire_kernels that Python finds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
 
+from auditing import budget, table
 from auditing.cases import ARCHES, DIMS, DTYPES, VARIANTS, Case, cases
+from auditing.compiling import DoesNotCompile
 from auditing.figures import Kernel, measure
 from auditing.judging import violations
-
 from flashwire_kernels.fused.config import PASSES
 
-HEAD = (
-    f"{'kernel':46} {'tile':17} {'regs':>4} {'spill':>5} {'shared':>6} {'mma':>4} {'exp':>4} "
-    f"{'n/el':>6} {'ldg':>3} {'sts':>3} {'tensor':>6} {'exp':>5} {'issue':>6} {'TFLOP/s':>11} "
-    f"{'s':>5}"
-)
+BUDGET = Path(__file__).parent / "audit_budget.toml"
 
 
 def main() -> int:
     chosen = _arguments()
-    asked = list(_asked(chosen))
-    print(HEAD)
-    wrong: list[str] = []
-    for kernels in _measured(asked, chosen.jobs):
-        for kernel in kernels:
-            if isinstance(kernel, str):
-                wrong.append(kernel)
-                continue
-            print(_line(kernel), flush=True)
+    asked = [case for case in cases() if _asked_for(case, chosen)]
+    allowed = budget.read(chosen.budget)
+    kernels, wrong = [], []
+    print(table.head(asked))
+    for case, found in _measured(asked, chosen.jobs):
+        if isinstance(found, str):
+            wrong.append(f"{case}: does not compile: {found}")
+            continue
+        for kernel in found:
+            print(table.line(kernel), flush=True)
             if chosen.opcodes and kernel.loop is not None:
-                ordered = sorted(kernel.loop.opcodes.items(), key=lambda item: -item[1])
-                print("   ", *(f"{op}:{n}" for op, n in ordered))
-            wrong += [f"{_name(kernel)}: {text}" for text in violations(kernel)]
-    print(f"\n{len(asked)} cases, {len(wrong)} violations")
-    print(*wrong, sep="\n")
+                print(table.opcodes(kernel))
+        kernels += found
+    if chosen.write_budget:
+        allowed = budget.renewed(allowed, kernels)
+        chosen.budget.write_text(budget.text(allowed))
+    for kernel in kernels:
+        wrong += [f"{kernel}: {text}" for text in violations(kernel, allowed.of(kernel.case))]
+    _say("could be lowered in the budget", list(budget.could_be_lower(allowed, kernels)))
+    _say("violations", wrong)
     return bool(wrong)
 
 
-def _name(kernel: Kernel) -> str:
-    return str(kernel.case) if kernel.main else f"{kernel.case} {kernel.name}"
+def _say(what: str, found: list[str]) -> None:
+    print(f"\n{len(found)} {what}")
+    for text in found:
+        print(f"  {text}")
 
 
-def _line(kernel: Kernel) -> str:
-    line = (
-        f"{_name(kernel):46} {kernel.shape:17} {kernel.registers:4} {kernel.spilled:5} "
-        f"{kernel.shared:6}"
-    )
-    if kernel.loop is None:
-        return f"{line} {'':63} {kernel.seconds:5.1f}"
-    loop, b = kernel.loop, kernel.loop.bound
-    return (
-        f"{line} {loop.matrix:4} {loop.exponentials:4} {loop.per_score:6.2f} "
-        f"{loop.opcodes.get('LDG', 0):3} {loop.opcodes.get('STS', 0):3} "
-        f"{b.tensor:6.0f} {b.exponential:5.0f} {b.issue:6.0f} "
-        f"{b.serial:5.0f} {b.parallel:5.0f} {kernel.seconds:5.1f}"
-    )
-
-
-def _measured(asked: list[Case], jobs: int) -> Iterator[list[Kernel | str]]:
-    """In the order of `asked`, from so many processes."""
+def _measured(asked: list[Case], jobs: int) -> Iterator[tuple[Case, list[Kernel] | str]]:
+    """In the order asked; in place of kernels, why they do not compile."""
+    if jobs == 1:
+        yield from zip(asked, map(_attempt, asked), strict=True)
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(_try, asked)
+        try:
+            yield from zip(asked, pool.map(_attempt, asked), strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)  # else, after an interrupt, it would do the rest
 
 
-def _try(case: Case) -> list[Kernel | str]:
-    os.environ.pop("TRITON_INTERPRET", None)
+def _attempt(case: Case) -> list[Kernel] | str:
     try:
-        return list(measure(case))
-    except Exception as error:  # whatever a compiler does not take is a finding
-        return [f"{case}: does not compile: {type(error).__name__}: {error}"]
+        return measure(case)
+    except DoesNotCompile as error:
+        return str(error)
 
 
-def _asked(chosen: argparse.Namespace) -> Iterator[Case]:
-    for case in cases():
-        modified = case.variant.modified
-        if (
-            case.arch in chosen.arch
-            and case.kind in chosen.kinds
-            and case.dim in chosen.dim
-            and case.width in chosen.width
-            and case.variant.name in chosen.variant
-            and not (modified and chosen.plain)
-            and not (chosen.modified and not modified)
-        ):
-            yield case
+def _asked_for(case: Case, chosen: argparse.Namespace) -> bool:
+    return (
+        case.arch in chosen.arch
+        and case.kind in chosen.kinds
+        and case.width in chosen.width
+        and case.dim in chosen.dim
+        and case.variant.name in chosen.variant
+        and (not chosen.plain or case.variant.plain)
+        and (not chosen.modified or case.variant.modified)
+        and any(fnmatch(str(case), pattern) for pattern in chosen.patterns)
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -103,20 +101,25 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = list(dict.fromkeys(v.name for v in VARIANTS))
+    parser.add_argument("patterns", nargs="*", default=["*"], help="names of cases, with wildcards")
     parser.add_argument("--arch", nargs="+", default=ARCHES, choices=ARCHES)
     parser.add_argument("--pass", nargs="+", dest="kinds", default=PASSES, choices=PASSES)
     parser.add_argument("--width", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--dim", nargs="+", type=int, default=DIMS, choices=DIMS)
     parser.add_argument("--variant", nargs="+", default=names, choices=names)
     either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--plain", action="store_true", help="no configurations for modified scores"
-    )
-    either.add_argument("--modified", action="store_true", help="no others")
-    parser.add_argument("--opcodes", action="store_true", help="of each steady loop, by count")
-    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    either.add_argument("--plain", action="store_true", help="only those whose loop is judged")
+    either.add_argument("--modified", action="store_true", help="only masks, bias and so on")
+    parser.add_argument("--opcodes", action="store_true", help="of each steady loop, counted")
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--budget", type=Path, default=BUDGET, help="in place of the repository's")
+    parser.add_argument("--write-budget", action="store_true", help="allow what is measured")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET is set: there is nothing to compile")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

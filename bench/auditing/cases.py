@@ -17,79 +17,103 @@ import torch
 
 from flashwire_kernels.fused import backend
 from flashwire_kernels.fused.call import Call
-from flashwire_kernels.fused.config import PASSES, Pass, family
+from flashwire_kernels.fused.config import PASSES, Pass
 from flashwire_kernels.tensors import Inputs, Wanted
 from flashwire_kernels.testing import resolve_tensors
 from flashwire_kernels.types import AttentionSpec
+from flashwire_kernels.validation import Problem
 
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
 DIMS = (64, 128, 256)
 BATCH, HEADS, LENGTH = 4, 16, 4096
-OWNERS: dict[str, Pass] = {
+
+_OWNERS: dict[str, Pass] = {
     "keys_kernel": "keys", "decode_kernel": "decode", "merge_kernel": "decode",
 }  # fmt: skip
-"""Kernels that do not belong to the forward pass, when a forward launches them, or to the queries
-pass, when a backward does.
+"""Any other kernel is the forward pass's where a forward launches it, the queries pass's where a
+backward does: those are whose configurations it runs with.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Options beside the shapes of a plain call: (BATCH, HEADS, LENGTH, dim), self-attention.
+    """What differs from a plain self-attention of shape (BATCH, HEADS, LENGTH, dim).
 
-    kinds      the passes that are compiled for it
-    length_q   queries
-    group      query heads per key head
-    narrow     v has half of q's head dimension
-    odd        rows lie where neither descriptors nor 16-byte loads reach
-    modified   mask, bias, ALiBi, softcap, dropout and sinks, all at once; each gradient is wanted
-    bias_rows  bias has a row for each query
+    kinds     the passes that are compiled for it
+    dims      and the head dimensions
+    widths    and the keys of DTYPES
+    only      the one kernel that is compiled, where the others are known from another variant
+    plain     its steady loop is judged: nothing but products and a softmax belongs there
+    length_q  queries
+    group     query heads per key head
+    dim_q     of dim, the part that q and k have
+    dim_v     and v
+    strides   "contiguous"; "broadcast" is one key head shown for all, which has no descriptors;
+              "odd" puts rows where loads of 16 bytes do not reach them
+    bias      the shape of a bias, by letters as in testing.Case. With it come a mask, ALiBi and
+              sinks, and every gradient is wanted
     """
 
     name: str
-    kinds: tuple[Pass, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[Pass, ...] = ("forward",)
+    dims: tuple[int, ...] = (64, 128)
+    widths: tuple[str, ...] = ("half",)
+    only: str | None = None
+    plain: bool = False
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    dtype: torch.dtype | None = None
     length_q: int = LENGTH
     group: int = 1
     packed: bool = False
-    narrow: bool = False
-    odd: bool = False
-    modified: bool = False
-    bias_rows: bool = False
-    bias_cols: bool = True
+    dim_q: float = 1
+    dim_v: float = 1
+    strides: str = "contiguous"
+    bias: str | None = None
+
+    @property
+    def modified(self) -> bool:
+        """Whether it takes the configurations for modified scores."""
+        return self.bias is not None
 
 
-_ROWS = {"length_q": 4, "group": 16}
-_WORST: dict[str, Any] = {
-    "causal": True, "window": (1024, None), "softcap": 30.0,
-    "dropout_p": 0.1, "dropout_seed": 2**40,
-}  # fmt: skip
+_EVERYWHERE: dict[str, Any] = {"dims": DIMS, "widths": tuple(DTYPES)}
 _TRAINED: tuple[Pass, ...] = ("forward", "keys", "queries")
+_ROWS: dict[str, Any] = {"length_q": 4, "group": 16}  # all that a decode takes
+_CAUSAL = {"causal": True}
+_WORST: dict[str, Any] = {
+    "options": {
+        "causal": True, "window": (1024, None), "softcap": 30.0,
+        "dropout_p": 0.1, "dropout_seed": 2**40,
+    },
+    **_EVERYWHERE,
+}  # fmt: skip
 
 SHIPPED = (
-    Variant("dense", _TRAINED),
-    Variant("causal", _TRAINED, {"causal": True}),
-    Variant("single", ("decode",), length_q=1),
-    Variant("grouped", ("decode",), {"causal": True}, **_ROWS),
-    Variant("modified", ("forward", "keys"), _WORST, group=2, modified=True),
-    Variant(
-        "modified", ("queries",), _WORST, group=2, modified=True, bias_rows=True, bias_cols=False
-    ),
-    Variant("modified", ("decode",), _WORST, modified=True, **_ROWS),
+    Variant(name="dense", kinds=_TRAINED, plain=True, **_EVERYWHERE),
+    Variant(name="causal", kinds=_TRAINED, plain=True, options=_CAUSAL, **_EVERYWHERE),
+    Variant(name="one_row", kinds=("decode",), plain=True, length_q=1, **_EVERYWHERE),
+    Variant(name="grouped", kinds=("decode",), plain=True, options=_CAUSAL, **_ROWS, **_EVERYWHERE),
+    Variant(name="modified", kinds=("forward", "keys"), bias="bh1k", group=2, **_WORST),
+    Variant(name="modified", kinds=("queries",), bias="bhq1", group=2, **_WORST),
+    Variant(name="modified", kinds=("decode",), bias="bh1k", **_ROWS, **_WORST),
+    Variant(name="pairs", kinds=("queries",), bias="bhqk", only="bias_kernel", **_WORST),
 )
 """Together they use every shipped configuration."""
 
 OTHERS = (
-    Variant("packed", ("forward",), {"causal": True}, packed=True),
-    Variant("window", ("forward",), {"window": (1024, 1024)}),
-    Variant("gqa", ("forward",), {"causal": True}, group=4),
-    Variant("watching", ("forward",), {"causal": True}, length_q=1024),
-    Variant("narrow", ("forward",), narrow=True),
-    Variant("odd", ("forward",), {"causal": True}, odd=True),
-    Variant("tf32", ("forward",), {"precision": "tf32"}),
+    Variant(name="packed", options=_CAUSAL, packed=True),
+    Variant(name="window", options={"window": (1024, 1024)}),
+    Variant(name="gqa", options=_CAUSAL, group=4),
+    Variant(name="watching", options=_CAUSAL, length_q=1024),
+    Variant(name="narrow", options=_CAUSAL, dim_v=1 / 2),
+    Variant(name="padded", options=_CAUSAL, dim_q=5 / 8, dim_v=5 / 8),
+    Variant(name="broadcast", options=_CAUSAL, strides="broadcast"),
+    Variant(name="odd", options=_CAUSAL, strides="odd"),
+    Variant(name="float16", options=_CAUSAL, dtype=torch.float16),
+    Variant(name="tf32", kinds=_TRAINED, options={"precision": "tf32"}, widths=("single",)),
 )
-"""Code that other options give, of the same configurations."""
+"""Code that other options and layouts give, of the same configurations."""
 
 VARIANTS = SHIPPED + OTHERS
 
@@ -111,43 +135,43 @@ class Case:
 def cases() -> Iterator[Case]:
     """All of them, in the order of the table."""
     for arch, kind, width, dim in itertools.product(ARCHES, PASSES, DTYPES, DIMS):
-        for variant in VARIANTS:
-            if kind in variant.kinds and (
-                variant in SHIPPED or _audited(arch, width, dim, variant)
-            ):
-                yield Case(arch, kind, width, dim, variant)
-
-
-def _audited(arch: str, width: str, dim: int, variant: Variant) -> bool:
-    """Whether a variant beside the shipped ones is compiled there."""
-    suits = width == ("single" if variant.name == "tf32" else "half")
-    return suits and dim == 128
+        for v in VARIANTS:
+            if kind in v.kinds and width in v.widths and dim in v.dims:
+                yield Case(arch, kind, width, dim, v)
 
 
 def calls(case: Case) -> list[Call]:
     """What the backend launches for the pass of a case, the kernel of the pass itself last."""
     problem, x = _inputs(case)
+    forward = case.kind in ("forward", "decode")
     with _recording(case.arch) as recorded:
-        if case.kind in ("forward", "decode"):
+        if forward:
             backend.forward(problem, x)
         else:
-            out = x.q.new_empty((*x.q.shape[:-1], problem.dim_v))
-            lse = x.q.new_empty(x.q.shape[:-1], dtype=torch.float32)
-            wanted = Wanted(bias=case.variant.modified, sinks=case.variant.modified)
-            dlse = lse if case.variant.modified else None
-            backend.backward(problem, x, out, lse, torch.empty_like(out), dlse, wanted)
-    others = "forward" if case.kind in ("forward", "decode") else "queries"
-    found = [c for c in recorded if OWNERS.get(name(c), others) == case.kind]
+            _backward(case, problem, x)
+    others: Pass = "forward" if forward else "queries"
+    found = [c for c in recorded if _OWNERS.get(kernel_name(c), others) == case.kind]
+    if case.variant.only is not None:
+        found = [c for c in found if kernel_name(c) == case.variant.only]
     return sorted(found, key=lambda call: is_main(call, case.kind))
 
 
-def name(call: Call) -> str:
+def kernel_name(call: Call) -> str:
     return str(call.kernel.__name__)
 
 
 def is_main(call: Call, kind: Pass) -> bool:
     """Whether this is the kernel that a pass is named for."""
-    return name(call) == f"{kind}_kernel"
+    return kernel_name(call) == f"{kind}_kernel"
+
+
+def _backward(case: Case, problem: Problem, x: Inputs) -> None:
+    every = case.variant.modified
+    out = x.q.new_empty((*x.q.shape[:-1], problem.dim_v))
+    lse = x.q.new_empty(x.q.shape[:-1], dtype=torch.float32)
+    dlse = lse.new_empty(lse.shape) if every else None
+    wanted = Wanted(bias=every, sinks=every)
+    backend.backward(problem, x, out, lse, out.new_empty(out.shape), dlse, wanted)
 
 
 @contextlib.contextmanager
@@ -161,20 +185,19 @@ def _recording(arch: str) -> Iterator[list[Call]]:
         yield recorded
 
 
-def _inputs(case: Case) -> tuple[Any, Inputs]:
-    v, spec = case.variant, AttentionSpec(**case.variant.options)
-    dtype, dim_v = DTYPES[case.width], case.dim // 2 if case.variant.narrow else case.dim
-    heads_kv = HEADS // v.group
+def _inputs(case: Case) -> tuple[Problem, Inputs]:
+    v, dtype = case.variant, case.variant.dtype or DTYPES[case.width]
+    dim_q, dim_v = (round(case.dim * part) for part in (v.dim_q, v.dim_v))
     tensors = {
-        "q": _rows(v, HEADS, v.length_q, case.dim, dtype),
-        "k": _rows(v, heads_kv, LENGTH, case.dim, dtype),
-        "v": _rows(v, heads_kv, LENGTH, dim_v, dtype),
+        "q": _rows(v, HEADS, v.length_q, dim_q, dtype),
+        "k": _rows(v, HEADS // v.group, LENGTH, dim_q, dtype, v.strides),
+        "v": _rows(v, HEADS // v.group, LENGTH, dim_v, dtype, v.strides),
     }
-    if v.modified:
-        rows, cols = v.length_q if v.bias_rows else 1, LENGTH if v.bias_cols else 1
+    if v.bias is not None:
+        sizes = {"b": BATCH, "h": HEADS, "q": v.length_q, "k": LENGTH, "1": 1}
         tensors |= {
             "mask": _empty((BATCH, HEADS, v.length_q, LENGTH), torch.bool),
-            "bias": _empty((BATCH, HEADS, rows, cols), dtype),
+            "bias": _empty(tuple(sizes[letter] for letter in v.bias), dtype),
             "alibi_slopes": _empty((BATCH, HEADS), torch.float32),
             "sinks": _empty((HEADS,), torch.float32),
         }
@@ -182,20 +205,25 @@ def _inputs(case: Case) -> tuple[Any, Inputs]:
     if v.packed:
         steps = torch.arange(BATCH + 1, dtype=torch.int32) * LENGTH
         offsets = {"cu_seqlens_q": steps, "cu_seqlens_k": steps}
-    return resolve_tensors(spec, tensors | offsets), Inputs(**tensors)
+    problem = resolve_tensors(AttentionSpec(**v.options), tensors | offsets)
+    return problem, Inputs(**tensors)
 
 
-def _rows(v: Variant, heads: int, length: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def _rows(
+    v: Variant,
+    heads: int,
+    length: int,
+    dim: int,
+    dtype: torch.dtype,
+    strides: str = "contiguous",
+) -> torch.Tensor:
+    if strides == "odd":
+        return _empty((BATCH, heads, length, dim + 2), dtype)[..., :dim]
+    if strides == "broadcast":
+        return _empty((BATCH, 1, length, dim), dtype).expand(-1, heads, -1, -1)
     shape = (BATCH * length, heads, dim) if v.packed else (BATCH, heads, length, dim)
-    if v.odd:
-        return _empty((*shape[:-1], dim + 2), dtype)[..., :dim]
     return _empty(shape, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def configured_as(case: Case) -> str:
-    """The family whose configuration a case runs with."""
-    return family(case.arch)

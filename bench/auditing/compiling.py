@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
 import subprocess
 import tempfile
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -26,25 +30,56 @@ _POINTERS = {
 }  # fmt: skip
 
 
+class DoesNotCompile(Exception):
+    """A compiler refused a kernel; the message is its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """registers and spilled bytes per thread, shared bytes per block, seconds of compilation."""
+    """registers and spilled bytes of a thread, shared bytes of a block; seconds that compilation
+    took, None where the result lay in Triton's cache.
+    """
 
     listing: str
     registers: int
     spilled: int
     shared: int
-    seconds: float
+    seconds: float | None
 
 
 def compile_call(call: Call, arch: str) -> Compiled:
-    """Raises whatever the compiler raises."""
-    began = time.perf_counter()
-    found = triton.compile(source(call, arch), target=_target(arch), options=call.config.options)
-    seconds = time.perf_counter() - began
+    """Raises DoesNotCompile."""
+    seconds: list[float | None] = []
+
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        stages = sum(microseconds for _, microseconds in times.lowering_stages)
+        seconds.append(None if cache_hit else (times.ir_initialization + stages) / 1e6)
+
+    with mock.patch.object(knobs.compilation, "listener", listen), own_words():
+        found = triton.compile(
+            source(call, arch), target=_target(arch), options=call.config.options
+        )
     read = _read_hip if arch.startswith("gfx") else _read_cuda
-    listing, registers, spilled = read(found.asm)
-    return Compiled(listing, registers, spilled, found.metadata.shared, seconds)
+    return Compiled(*read(found.asm), found.metadata.shared, seconds[0])
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """What a compiler says on stderr, which are pages, becomes one line of an exception."""
+    with tempfile.TemporaryFile("w+") as said:
+        kept = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except Exception as error:
+            said.seek(0)
+            words = re.search(r"error: (.*)", said.read())
+            raise DoesNotCompile(
+                words[1] if words else f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def source(call: Call, arch: str) -> ASTSource:
@@ -95,6 +130,9 @@ def _describe(
 
 
 def _known(t: torch.Tensor, arch: str) -> list[list[Any]]:
+    """What a launch finds out about a tensor: torch aligns its memory, AMD's compiler asks for its
+    size.
+    """
     known: list[list[Any]] = [["tt.divisibility", 16]]
     if arch.startswith("gfx") and t.untyped_storage().nbytes() < 2**31:
         known.append(["tt.pointer_range", 32])
@@ -108,7 +146,7 @@ def _target(arch: str) -> GPUTarget:
 
 
 def _read_cuda(asm: dict[str, Any]) -> tuple[str, int, int]:
-    """(listing, registers, spilled bytes). A frame that nothing is stored in is no spill."""
+    """(listing, registers, spilled bytes)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(asm["cubin"])
         f.flush()
@@ -118,9 +156,15 @@ def _read_cuda(asm: dict[str, Any]) -> tuple[str, int, int]:
             ).stdout
             for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
+    return listing, _number(r"REG:(\d+)", usage), spilled_bytes(usage, listing)
+
+
+def spilled_bytes(usage: str, listing: str) -> int:
+    """What cuobjdump -res-usage says of a kernel's frame. ptxas spills into it, which it counts as
+    STACK; a frame that nothing is stored in is none of our doing.
+    """
     frame = _number(r"LOCAL:(\d+)", usage) + _number(r"STACK:(\d+)", usage)
-    spills = re.search(r"\b(STL|LDL)\b", listing) is not None
-    return listing, _number(r"REG:(\d+)", usage), frame if spills else 0
+    return frame if re.search(r"\bSTL\b", listing) else 0
 
 
 def _read_hip(asm: dict[str, Any]) -> tuple[str, int, int]:

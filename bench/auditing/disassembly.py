@@ -1,4 +1,4 @@
-"""Machine code as text -> instructions, and the steady loop among them.
+"""Machine code as text -> instructions.
 
 Written for what nvdisasm prints (SASS) and for the assembly that LLVM writes for AMD.
 """
@@ -6,27 +6,32 @@ Written for what nvdisasm prints (SASS) and for the assembly that LLVM writes fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-_SASS_LABEL = re.compile(r"\s*(\.L_x?_?\w+):")
+_SASS_LABEL = re.compile(r"\s*(\.L_\w+):")
 _SASS = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
-_SASS_JUMPS = ("BRA", "JMP", "CALL", "BRX")
-_SASS_ENDS = ("EXIT", "RET")
+_SASS_TARGET = re.compile(r"\.L_\w+")  # one, or a jump table's
+_SASS_JUMPS = ("BRA", "BRX", "JMP", "CALL")
 _AMD_LABEL = re.compile(r"(\.LBB\w+):")
 _AMD = re.compile(r"\t([a-z]\w+)\s*([^;]*)")
 
+_ENDS = ("EXIT", "RET", "BRX", "s_endpgm", "s_setpc")
 _MATRIX = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "v_mfma")
+_ASYNCHRONOUS = ("LDGSTS", "UTMALDG")
+_MULTIPLY_ADDS = ("FFMA", "HFMA2", "v_fma_f", "v_fmac_f", "v_pk_fma_f", "v_dot2")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """name is the opcode with its modifiers: "MUFU.EX2"; guard the predicate it runs under."""
+    """name      the opcode with its modifiers: "MUFU.EX2"
+    guard     the condition it runs under; None is always
+    targets   the labels it may jump to
+    """
 
     name: str
     operands: str
     guard: str | None = None
-    target: str | None = None
+    targets: tuple[str, ...] = ()
 
     @property
     def opcode(self) -> str:
@@ -38,12 +43,64 @@ class Instruction:
         return self.guard in ("!PT", "!UPT")
 
     @property
+    def leaves(self) -> bool:
+        """Whether the next instruction does not follow."""
+        return self.guard is None and (bool(self.targets) or self.name.startswith(_ENDS))
+
+    @property
     def matrix(self) -> bool:
         return self.name.startswith(_MATRIX)
 
     @property
+    def scalar(self) -> bool:
+        """Whether AMD's scalar unit takes it, beside a vector instruction of another wave."""
+        return self.name.startswith("s_")
+
+    @property
     def exponential(self) -> bool:
-        return self.name == "MUFU.EX2" or self.name.startswith("v_exp_f32")
+        return self.name.startswith(("MUFU.EX2", "v_exp_f32"))
+
+    @property
+    def multiply_add(self) -> bool:
+        return self.name.startswith(_MULTIPLY_ADDS)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it copies from global to shared memory by itself."""
+        return self.name.startswith(_ASYNCHRONOUS)
+
+    @property
+    def load_width(self) -> int:
+        """Bytes of a SASS load from global memory into registers; 0 of anything else."""
+        return self._width if self.opcode in ("LDG", "LD") else 0
+
+    @property
+    def narrow_store(self) -> bool:
+        """Whether it brings less than a word to shared memory (SASS)."""
+        return self.opcode == "STS" and self._width < 4
+
+    @property
+    def nan_test(self) -> bool:
+        """A comparison with itself, which AMD's conversion to bfloat16 is made of."""
+        words = [word.strip() for word in self.operands.split(",")]
+        return self.name.startswith(("v_cmp_o_f32", "v_cmp_u_f32")) and words[-1] == words[-2]
+
+    @property
+    def selects(self) -> bool:
+        """Whether it chooses between numbers, or compares numbers to that end."""
+        return self.opcode in ("FSEL", "FSETP", "FSET", "R2P") or self.name.startswith("v_cndmask")
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares or selects integers."""
+        sass = self.opcode in ("ISETP", "SEL", "VIMNMX", "IMNMX")
+        return sass or (self.name.startswith("v_cmp") and not self.nan_test)
+
+    @property
+    def _width(self) -> int:
+        modifiers = self.name.split(".")
+        sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+        return next((sizes[m] for m in modifiers if m in sizes), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +113,7 @@ class Code:
 
 def parse(listing: str) -> Code:
     """Raises ValueError when there are no instructions."""
-    read = _parse_amd if "amdgcn" in listing else _parse_sass
-    code = read(listing)
+    code = (_parse_amd if ".amdgcn_target" in listing else _parse_sass)(listing)
     if not code.instructions:
         raise ValueError("no instructions in the listing")
     return code
@@ -71,11 +127,10 @@ def _parse_sass(listing: str) -> Code:
             labels[label[1]] = len(code)
         elif found := _SASS.match(line):
             guard, name, operands = found.groups()
-            target = re.search(r"\((\.L_\w+)\)", operands)
-            jumps = name.startswith(_SASS_JUMPS) and target is not None
-            if jumps and guard is None and (re.match(r"!?U?P\d", operands) or ".DIV" in name):
+            targets = _SASS_TARGET.findall(operands) if name.startswith(_SASS_JUMPS) else []
+            if targets and guard is None and (re.match(r"!?U?P\d", operands) or ".DIV" in name):
                 guard = operands.partition(",")[0]
-            code.append(Instruction(name, operands, guard, target[1] if jumps and target else None))
+            code.append(Instruction(name, operands, guard, tuple(targets)))
     return Code(tuple(code), labels)
 
 
@@ -90,109 +145,6 @@ def _parse_amd(listing: str) -> Code:
         elif found := _AMD.match(line):
             name, operands = found[1], found[2].strip()
             jumps = name.startswith(("s_branch", "s_cbranch"))
-            guard = name.removeprefix("s_cbranch_") if name.startswith("s_cbranch") else None
-            code.append(Instruction(name, operands, guard, operands if jumps else None))
+            guard = name if name.startswith("s_cbranch") else None
+            code.append(Instruction(name, operands, guard, (operands,) if jumps else ()))
     return Code(tuple(code), labels)
-
-
-def steady_loop(code: Code) -> list[Instruction]:
-    """The loop over tiles that every pair is visible in: of the innermost loops that take
-    exponentials, the one with the fewest instructions beside matrix ones. Empty if there is none.
-
-    Instructions that never run are left out, and so is what lies outside the loop's own stretch of
-    addresses: there compilers put what to do while a barrier has not been reached.
-    """
-    bodies = [
-        [i for i in body if not i.off] for body in innermost_loops(code) if _exponentials(body)
-    ]
-    return min(bodies, key=lambda body: sum(not i.matrix for i in body), default=[])
-
-
-def _exponentials(body: Iterable[Instruction]) -> int:
-    return sum(i.exponential for i in body)
-
-
-def innermost_loops(code: Code) -> list[list[Instruction]]:
-    """Of loops nested in each other that take exponentials, the innermost, less loops within."""
-    graph = _Graph(code)
-    loops = graph.loops()
-    found = []
-    for header, nodes in loops.items():
-        inner = [o for h, o in loops.items() if h != header and o < nodes]
-        taking = [o for o in inner if _exponentials(graph.body(o))]
-        if not taking:
-            found.append(graph.body(nodes.difference(*inner)))
-    return found
-
-
-class _Graph:
-    """Stretches of code that run as a whole, by where they begin, and which may follow which."""
-
-    def __init__(self, code: Code) -> None:
-        self.code = code.instructions
-        starts = {0, *code.labels.values()}
-        starts |= {at + 1 for at, i in enumerate(self.code) if i.target or _ends(i)}
-        self.starts = sorted(s for s in starts if s < len(self.code))
-        self.ends = dict(zip(self.starts, [*self.starts[1:], len(self.code)], strict=True))
-        self.next: dict[int, list[int]] = {}
-        for start, end in self.ends.items():
-            last, after = self.code[end - 1], []
-            if last.target in code.labels:
-                after.append(code.labels[last.target])
-            if end < len(self.code) and (last.guard or not (last.target or _ends(last))):
-                after.append(end)
-            self.next[start] = [a for a in after if a < len(self.code)]
-        self.before: dict[int, list[int]] = {s: [] for s in self.starts}
-        for start, after in self.next.items():
-            for a in after:
-                self.before[a].append(start)
-
-    def loops(self) -> dict[int, set[int]]:
-        """Natural loops: header -> the stretches between it and the jumps back to it."""
-        dominators = self._dominators()
-        found: dict[int, set[int]] = {}
-        for start, after in self.next.items():
-            for header in after:
-                if header in dominators.get(start, ()):
-                    nodes = found.setdefault(header, {header})
-                    open_ends = [start]
-                    while open_ends:
-                        node = open_ends.pop()
-                        if node not in nodes:
-                            nodes.add(node)
-                            open_ends += [b for b in self.before[node] if b in dominators]
-        return {header: self._stretch(header, nodes) for header, nodes in found.items()}
-
-    def _stretch(self, header: int, nodes: set[int]) -> set[int]:
-        """Without the nodes beyond the last jump back."""
-        last = max((n for n in nodes if header in self.next[n]), default=header)
-        return {n for n in nodes if header <= n <= last}
-
-    def _dominators(self) -> dict[int, set[int]]:
-        """Of each node that can be reached, those that every way to it passes."""
-        order, seen = [], {0}
-        stack = [0]
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            fresh = [n for n in self.next[node] if n not in seen]
-            seen.update(fresh)
-            stack += fresh
-        found = {node: set(order) for node in order}
-        found[0] = {0}
-        changed = True
-        while changed:
-            changed = False
-            for node in order[1:]:
-                ways = [found[b] for b in self.before[node] if b in found]
-                fewer = set.intersection(*ways) | {node}
-                if fewer != found[node]:
-                    found[node], changed = fewer, True
-        return found
-
-    def body(self, nodes: Iterable[int]) -> list[Instruction]:
-        return [i for n in sorted(nodes) for i in self.code[n : self.ends[n]]]
-
-
-def _ends(i: Instruction) -> bool:
-    return i.name.startswith((*_SASS_ENDS, "s_endpgm", "s_setpc"))

@@ -3,99 +3,150 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from auditing.bounds import CARDS, Bound, bound
-from auditing.cases import Case, calls, is_main, name
-from auditing.compiling import Compiled, compile_call
-from auditing.disassembly import Instruction, parse, steady_loop
-
+from auditing.bounds import CARDS, Bound, Card, bound
+from auditing.cases import Case, calls, is_main, kernel_name
+from auditing.compiling import compile_call
+from auditing.disassembly import Instruction, parse
+from auditing.loops import Steady, steady_loop
 from flashwire_kernels.fused.call import Call
 
+_PRODUCTS = {"forward": (1, 1), "decode": (1, 1), "keys": (2, 2), "queries": (2, 1)}
+"""Products of a tile whose inner or outer dimension is that of q, and that of v."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """Of the steady loop, per thread: how many instructions of a kind an iteration has.
+    """The steady loop, counted for a thread and an iteration.
 
-    elements   scores of a tile that fall to a thread
-    per_score  instructions other than matrix ones, per score
+    instructions   all of them
+    matrix         matrix instructions, and by what names they go
+    exponentials   of base 2
+    tiles          tiles that an iteration computes, more than one where it was unrolled
+    scores         of a tile, those that fall to a thread
+    selects        choices between numbers, NaN tests of a conversion left out
+    compares       comparisons and choices of integers
+    multiply_adds  on ordinary lanes
+    loads          of a word (4 bytes) from global memory into registers
+    other_loads    of more or less
+    narrow_stores  of less than a word to shared memory
+    opcodes        how often each occurs
     """
 
     instructions: int
     matrix: int
     matrix_names: tuple[str, ...]
     exponentials: int
+    tiles: int
+    scores: float
+    selects: int
+    compares: int
+    multiply_adds: int
+    loads: int
+    other_loads: int
+    narrow_stores: int
     opcodes: dict[str, int]
-    elements: float
     bound: Bound
 
     @property
     def per_score(self) -> float:
-        return (self.instructions - self.matrix) / self.elements
+        """Instructions other than matrix ones, per score."""
+        return (self.instructions - self.matrix) / (self.scores * self.tiles)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """loop is that of the kernel a pass is named for; None of others, or when none was found."""
+    """registers and spilled bytes of a thread, shared bytes of a block; seconds of compilation,
+    None where Triton's cache had the result; loop of the kernel a pass is named for, None where
+    none was found.
+    """
 
     case: Case
     name: str
     main: bool
-    shape: str
+    launched: str
     registers: int
     spilled: int
     shared: int
-    seconds: float
+    seconds: float | None
     loop: Loop | None
+
+    def __str__(self) -> str:
+        return str(self.case) if self.main else f"{self.case} {self.name}"
 
 
 def measure(case: Case) -> list[Kernel]:
-    """Every kernel of a case."""
+    """Every kernel of a case. Raises compiling.DoesNotCompile."""
     found = []
     for call in calls(case):
         compiled = compile_call(call, case.arch)
         main = is_main(call, case.kind)
-        loop = _loop(case, call, compiled) if main else None
-        config, constants = call.config, call.constants
-        tile = f"{constants.get('M', '')}x{constants.get('N', '')}"
-        shape = f"{tile} w{config.warps} s{config.stages}{' d' if config.descriptors else ''}"
         found.append(
             Kernel(
-                case,
-                name(call),
-                main,
-                shape,
-                compiled.registers,
-                compiled.spilled,
-                compiled.shared,
-                compiled.seconds,
-                loop,
-            )  # fmt: skip
+                case=case,
+                name=kernel_name(call),
+                main=main,
+                launched=_launched(call),
+                registers=compiled.registers,
+                spilled=compiled.spilled,
+                shared=compiled.shared,
+                seconds=compiled.seconds,
+                loop=read_loop(case, call, compiled.listing) if main else None,
+            )
         )
     return found
 
 
-def _loop(case: Case, call: Call, compiled: Compiled) -> Loop | None:
-    body = steady_loop(parse(compiled.listing))
-    if not body:
-        return None
+def _launched(call: Call) -> str:
+    """Its tile, warps, stages, and a d where there are descriptors."""
+    sides = [str(call.constants[side]) for side in "MN" if side in call.constants]
+    config = call.config
+    return f"{'x'.join(sides)} w{config.warps} s{config.stages}{' d' * config.descriptors}"
+
+
+def read_loop(case: Case, call: Call, listing: str) -> Loop | None:
+    """The steady loop of what a call became."""
     card, warps = CARDS[case.arch], call.config.warps
-    pairs = call.constants["M"] * call.constants["N"]
-    threads = card.lanes * warps
+    scores = call.constants["M"] * call.constants["N"] / (card.lanes * warps)
+    steady = steady_loop(parse(listing), scores)
+    if steady is None:
+        return None
+    body = steady.body
     matrix = [i for i in body if i.matrix]
-    exponentials = sum(i.exponential for i in body)
-    dims = call.constants["DIM_PAD"], call.constants["DIM_V_PAD"]
-    products = {"forward": (1, 1), "decode": (1, 1), "keys": (2, 2), "queries": (2, 1)}[case.kind]
-    flops = 2 * pairs * sum(n * d for n, d in zip(products, dims, strict=True))
-    half = case.width == "half"
-    rate = card.tensor if half else card.tensor / 2 if matrix else card.fp32
-    issued = sum(not i.name.startswith("s_") for i in body)
     return Loop(
-        len(body), len(matrix), tuple(sorted({i.name for i in matrix})), exponentials,
-        dict(Counter(i.opcode for i in body)), pairs / threads,
-        bound(card, flops, rate, exponentials * threads, issued * warps),
-    )  # fmt: skip
+        instructions=len(body),
+        matrix=len(matrix),
+        matrix_names=tuple(sorted({i.name for i in matrix})),
+        exponentials=sum(i.exponential for i in body),
+        tiles=steady.tiles,
+        scores=scores,
+        selects=sum(i.selects for i in body) - sum(i.nan_test for i in body),
+        compares=sum(i.compares for i in body),
+        multiply_adds=sum(i.multiply_add for i in body),
+        loads=sum(i.load_width == 4 for i in body),
+        other_loads=sum(i.load_width not in (0, 4) for i in body),
+        narrow_stores=sum(i.narrow_store for i in body),
+        opcodes=opcodes(body),
+        bound=_bound(case, card, call, steady),
+    )
 
 
-def opcodes(body: list[Instruction]) -> dict[str, int]:
-    return dict(Counter(i.opcode for i in body))
+def _bound(case: Case, card: Card, call: Call, steady: Steady) -> Bound:
+    m, n, dim, dim_v = (call.constants[name] for name in ("M", "N", "DIM_PAD", "DIM_V_PAD"))
+    of_q, of_v = _PRODUCTS[case.kind]
+    on_tensor_cores = any(i.matrix for i in steady.body)
+    rate: float = card.tensor
+    if case.width == "single":
+        tf32 = call.constants["PRECISION"] == "tf32"
+        rate = card.tensor / 2 if on_tensor_cores and tf32 else card.fp32
+    threads = card.lanes * call.config.warps
+    exponentials = sum(i.exponential for i in steady.body) * threads / steady.tiles
+    issued = sum(not i.scalar for i in steady.body) * call.config.warps / steady.tiles
+    return bound(card, 2 * m * n * (of_q * dim + of_v * dim_v), rate, exponentials, issued)
+
+
+def opcodes(body: Iterable[Instruction]) -> dict[str, int]:
+    """How often each occurs, the most frequent first."""
+    return dict(Counter(i.opcode for i in body).most_common())

@@ -141,7 +141,8 @@ def backward(
     )
     call.check_saved(dout, out, lse, dlse)
     name, skipped = _choose(backend, call.problem, q.device)
-    _check_memory(name, call.problem, memory_limit, backward=True)
+    recomputed = out is None or lse is None
+    _check_memory(name, call.problem, memory_limit, backward=True, recomputed=recomputed)
     runner = _load(name)
     seen_dlse = None if dlse is None else call.view_lse(dlse)
     with _without_autocast(q.device.type):
@@ -324,10 +325,12 @@ def _choose(
     raise UnsupportedBackend("auto", everything)
 
 
-def _check_memory(name: str, problem: Problem, limit: int | None, *, backward: bool) -> None:
+def _check_memory(
+    name: str, problem: Problem, limit: int | None, *, backward: bool, recomputed: bool = False
+) -> None:
     if limit is None:
         return
-    needed = support.extra_bytes(name, problem, backward=backward)
+    needed = support.extra_bytes(name, problem, backward=backward, recomputed=recomputed)
     if needed > limit:
         raise NotEnoughMemory(needed, limit)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from flashwire_kernels.errors import InvalidAttention, Violation
 from flashwire_kernels.fused import support as fused_support
-from flashwire_kernels.fused.config import MAX_DECODE_ROWS
+from flashwire_kernels.fused.config import MAX_DECODE_ROWS, shipped
 from flashwire_kernels.types import ITEM_SIZE
 from flashwire_kernels.validation import Problem
 
@@ -22,6 +22,7 @@ BACKENDS = ("triton", "cpu", "reference")
 
 _REFERENCE_SCORES_AT_ONCE = 1 << 22
 _CPU_SCORES_AT_ONCE = 1 << 18
+_SMALL_CHANGE = 1 << 20  # of an allocator that rounds up
 _SMALLEST, _LARGEST = 1e-280, 1e280  # factors with which float64 has room for scores
 
 
@@ -34,9 +35,17 @@ def reasons(backend: str, problem: Problem, device: str) -> tuple[str, ...]:
     return tuple(_REASONS[known(backend)](problem, device))
 
 
-def extra_bytes(backend: str, problem: Problem, *, backward: bool) -> int:
-    """About how much memory `backend` needs beside the tensors given and returned."""
-    return _EXTRA_BYTES[known(backend)](problem, backward)
+def extra_bytes(backend: str, problem: Problem, *, backward: bool, recomputed: bool = False) -> int:
+    """About how much memory `backend` needs beside the tensors given and returned.
+
+    recomputed: of a backward that is given neither out nor lse, and computes them first.
+    """
+    needed = _EXTRA_BYTES[known(backend)]
+    if not (backward and recomputed):
+        return needed(problem, backward)
+    row = problem.dim_v * ITEM_SIZE[problem.dtype] + ITEM_SIZE[problem.lse_dtype]
+    saved = problem.tokens_q * problem.heads_q * row
+    return saved + max(needed(problem, False), needed(problem, True))
 
 
 def precision(backend: str, problem: Problem) -> str:
@@ -103,12 +112,34 @@ def _elements(problem: Problem, padding: int = 0) -> int:
 
 
 def _triton_bytes(problem: Problem, backward: bool) -> int:
-    """Numbers per row in float32; where there are few queries, a part of out for every 512 keys."""
+    """Numbers per row or key in float32 or int32; where there are few queries, a part of out for
+    every so many keys.
+    """
     rows = problem.tokens_q * problem.heads_q
-    if not backward and problem.len_q * problem.group <= MAX_DECODE_ROWS:
-        rows *= (problem.dim_v + 1) * (1 + problem.len_k // 512)
-    longest = problem.batch * problem.heads_q * (problem.len_q + problem.len_k)
-    return ITEM_SIZE["float32"] * (4 * rows + 3 * longest if backward else rows) + (1 << 20)
+    needed = _SMALL_CHANGE
+    if problem.packed:  # two int64 offsets a sequence, two int32 a tile, at least 16 rows each
+        tiles = problem.batch + max(problem.tokens_q, problem.tokens_k) // 16
+        needed += 16 * (problem.batch + 1) + 8 * tiles
+    if backward:  # delta, and what each row adds to its sink
+        return needed + 4 * rows * (2 if problem.sinks else 1) + _bias_sums_bytes(problem)
+    if problem.len_q * problem.group > MAX_DECODE_ROWS:  # which keys are infinite, and how many
+        return needed + 8 * problem.tokens_k * problem.heads_kv
+    split = min(config.split for config in shipped("decode").values())
+    splits = -(-problem.len_k // split) if problem.len_k > split else 0
+    return needed + 4 * splits * rows * (problem.dim_v + 1)
+
+
+def _bias_sums_bytes(problem: Problem) -> int:
+    """A bias without an entry per pair: sums for every head, in float32, then in float64, then
+    over those that share it.
+    """
+    if problem.bias is None:
+        return 0
+    rows, cols = (1, 1, *problem.bias.shape)[-2:]
+    if (rows, cols) == (problem.len_q, problem.len_k):
+        return 0
+    length = problem.len_k if cols == problem.len_k else problem.len_q
+    return 16 * problem.batch * problem.heads_q * length
 
 
 _REASONS: Mapping[str, Callable[[Problem, str], list[str]]] = MappingProxyType(

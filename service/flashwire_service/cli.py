@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := [name for module, name in _NEEDED.items() if find_spec(module) is None]:
         _say(f"needs {', '.join(missing)}: pip install 'flashwire[service]'")
         return os.EX_OSFILE
+    if configured.device.startswith("cuda") and find_spec("triton") is None:
+        _say(f"--device: {configured.device} needs triton: pip install 'flashwire[gpu]'")
+        return os.EX_OSFILE
     _say(*(f"warning: {line}" for line in settings.warnings(configured, os.environ)))
     from flashwire_service.supervisor import run  # only once there is something to supervise
 

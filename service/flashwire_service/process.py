@@ -4,8 +4,8 @@ A child is a fresh interpreter that inherits one socket, its control channel, wh
 only argument. The first frame on it is Start. The channel is also the child's lifeline: end of
 file means that the parent is gone, or wants the child gone now.
 
-Children are born with SIGINT and SIGTERM blocked: a Ctrl-C or a service manager signals the whole
-group, and what happens then is the supervisor's to decide.
+Children are born with SIGINT, SIGTERM and SIGHUP blocked: a Ctrl-C, a service manager or a terminal
+that goes signals the whole group, and what happens then is the supervisor's to decide.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Child:
         """Post a frame; a child that just died is not told."""
         with contextlib.suppress(ChannelClosed):
             self.control.post(frame, fd)
+            self.control.flush()  # what waits since it was slow to listen
 
     def terminate(self) -> None:
         """Cut its lifeline: it ends by itself, without finishing what it does."""
@@ -104,7 +105,8 @@ def _spawn(
     """
     secrets = secret_variables()
     inherited = {name: value for name, value in os.environ.items() if name not in secrets}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module
             command,

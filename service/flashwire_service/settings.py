@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import hmac
 import ipaddress
-import math
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,10 @@ from typing import Any
 
 import msgpack
 
+from flashwire_service import kernel_cache, keys, parse, tls
+from flashwire_service import warmup as warmups
+from flashwire_service.keys import Keyring, KeysError
+
 PREFIX = "FLASHWIRE_"
 CLIENT_KEY = PREFIX + "API_KEY"
 _OTHERS = frozenset({CLIENT_KEY, PREFIX + "URL", PREFIX + "PUBLISH"})  # the client's, and compose's
@@ -31,7 +34,6 @@ _SERVICE_LINK = re.compile(
     PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)"
 )
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
-_UNITS = {"": 1, "k": 2**10, "ki": 2**10, "m": 2**20, "mi": 2**20, "g": 2**30, "gi": 2**30}
 _BYTES, _SECONDS = "BYTES", "SECONDS"  # metavars
 
 
@@ -43,71 +45,10 @@ class SettingsError(ValueError):
         super().__init__("\n".join(mistakes))
 
 
-def _text(value: str) -> str:
-    if not value:
-        raise ValueError("must not be empty")
-    return value
-
-
-def _flag(value: str) -> bool:
-    word = value.strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(f"must be true or false, got {value!r}")
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        if not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
-            raise ValueError(f"must be an integer, got {value!r}")
-        if not low <= int(value) <= high:
-            raise ValueError(f"must be from {low} to {high}, got {value.strip()}")
-        return int(value)
-
-    return parse
-
-
-def _size(low: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        match = re.fullmatch(r"\s*([0-9]{1,18})\s*([kmg]i?)?b?\s*", value.lower())
-        if not match:
-            raise ValueError(f"must be a number of bytes such as 67108864 or 64MiB, got {value!r}")
-        size = int(match[1]) * _UNITS[match[2] or ""]
-        if size < low:
-            raise ValueError(f"must be at least {low} bytes, got {value.strip()}")
-        return size
-
-    return parse
-
-
-def _seconds(low: float) -> Callable[[str], float]:
-    def parse(value: str) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            raise ValueError(f"must be a number of seconds, got {value!r}") from None
-        if not math.isfinite(seconds) or seconds < low:
-            raise ValueError(f"must be at least {low:g} seconds, got {value.strip()}")
-        return seconds
-
-    return parse
-
-
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
         raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
     return value
-
-
-def _choice(*allowed: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value.lower() not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}, got {value!r}")
-        return value.lower()
-
-    return parse
 
 
 def _origins(value: str) -> tuple[str, ...]:
@@ -118,14 +59,8 @@ def _origins(value: str) -> tuple[str, ...]:
     return origins
 
 
-def _key_digests(value: str) -> tuple[bytes, ...]:
-    keys = [k.strip() for k in value.split(",") if k.strip()]
-    for number, key in enumerate(keys, start=1):
-        if not re.fullmatch(r"[\x21-\x7e]{8,512}", key):
-            raise ValueError(f"key {number} must be 8 to 512 printable ASCII characters, no spaces")
-    if value and not keys:
-        raise ValueError("names no key")
-    return tuple(hashlib.sha256(k.encode()).digest() for k in keys)
+def _path(value: str) -> str:
+    return os.path.abspath(parse.text(value))
 
 
 def _signing_key(value: str) -> bytes:
@@ -162,75 +97,114 @@ def _setting(
 class Settings:
     """The settings of one service, read once. Sizes in bytes; `_s` seconds, `_ms` milliseconds."""
 
-    host: str = _setting("127.0.0.1", _text, "address to listen on", "HOST")
-    port: int = _setting(8000, _integer(0, 65535), "port to listen on; 0 takes a free one", "PORT")
+    host: str = _setting("127.0.0.1", parse.text, "address to listen on", "HOST")
+    port: int = _setting(
+        8000, parse.integer(0, 65535), "port to listen on; 0 takes a free one", "PORT"
+    )
     device: str = _setting("auto", _device, "where to compute: auto, cpu, cuda or cuda:N", "DEVICE")
     threads: int = _setting(
-        0, _integer(0, 1024), "CPU threads of a worker; 0: its share of cores", "N"
+        0, parse.integer(0, 1024), "CPU threads of a worker; 0: its share of cores", "N"
     )
-    workers: int = _setting(1, _integer(1, 64), "compute processes, one for each device", "N")
-    frontends: int = _setting(1, _integer(1, 64), "HTTP processes", "N")
-    max_body_bytes: int = _setting(2**30, _size(1024), "largest request body", _BYTES)
-    max_header_bytes: int = _setting(32 * 2**10, _size(1024), "largest HTTP request head", _BYTES)
+    workers: int = _setting(1, parse.integer(1, 64), "compute processes, one for each device", "N")
+    frontends: int = _setting(1, parse.integer(1, 64), "HTTP processes", "N")
+    max_body_bytes: int = _setting(2**30, parse.size(1024), "largest request body", _BYTES)
+    max_header_bytes: int = _setting(
+        32 * 2**10, parse.size(1024), "largest HTTP request head", _BYTES
+    )
+    max_message_header_bytes: int = _setting(
+        64 * 2**10, parse.size(4096, 64 * 2**10),
+        "largest part of a message that is not the data of tensors", _BYTES,
+    )  # fmt: skip
+    max_nesting: int = _setting(
+        8, parse.integer(4, 32), "levels of maps and lists in a message", "N"
+    )
+    max_map_keys: int = _setting(64, parse.integer(32, 4096), "entries of one map", "N")
+    max_rank: int = _setting(8, parse.integer(4, 32), "dimensions of a tensor", "N")
+    max_elements: int = _setting(
+        2**48, parse.integer(1, 2**48), "elements of a tensor, whatever it claims", "N"
+    )
     min_upload_rate: int = _setting(
-        16 * 2**10, _size(0), "bytes per second that an upload must keep up; 0: any", _BYTES
+        16 * 2**10, parse.size(0), "bytes per second that an upload must keep up; 0: any", _BYTES
     )
-    queue_requests: int = _setting(64, _integer(1, 10**6), "requests a worker lets wait", "N")
+    queue_requests: int = _setting(64, parse.integer(1, 10**6), "requests a worker lets wait", "N")
     queue_bytes: int = _setting(
-        4 * 2**30, _size(1024), "bytes of requests a worker lets wait", _BYTES
+        4 * 2**30, parse.size(1024), "bytes of requests a worker lets wait", _BYTES
     )
     max_timeout_ms: int = _setting(
-        300_000, _integer(1, 86_400_000),
+        300_000, parse.integer(1, 86_400_000),
         "longest wait for queue and compute; also the default", "MILLISECONDS",
     )  # fmt: skip
-    residual_ttl_s: float = _setting(600.0, _seconds(0.1), "life of a saved forward", _SECONDS)
+    quarantine_s: float = _setting(
+        3600.0, parse.seconds(0),
+        "how long a request that ended two workers in a row is refused; 0: never", _SECONDS,
+    )  # fmt: skip
+    residual_ttl_s: float = _setting(600.0, parse.seconds(0.1), "life of a saved forward", _SECONDS)
     residual_bytes: int = _setting(
-        2 * 2**30, _size(0), "bytes of saved forwards a worker holds", _BYTES
+        2 * 2**30, parse.size(0), "bytes of saved forwards a worker holds", _BYTES
+    )
+    key_residual_bytes: int = _setting(
+        2**30, parse.size(0), "bytes of saved forwards a worker holds for one API key", _BYTES
     )
     max_materialise_bytes: int = _setting(
-        2 * 2**30, _size(1024), "largest L x L intermediate of the reference and of checks", _BYTES
+        2 * 2**30,
+        parse.size(1024),
+        "largest L x L intermediate of the reference and of checks",
+        _BYTES,
+    )
+    warmup: str = _setting(
+        "bfloat16:d128:causal, bfloat16:d64:causal", warmups.normalised,
+        "requests whose kernels a GPU worker compiles before it is ready, such as "
+        '"bfloat16:d128:causal:gqa4, float16:d64"; docs/deploy.md has the words', "LIST",
+    )  # fmt: skip
+    triton_cache_dir: str = _setting(
+        "",
+        kernel_cache.parse,
+        "where compiled kernels are kept; by default where Triton does",
+        "DIRECTORY",
     )
     keep_alive_s: float = _setting(
-        75.0, _seconds(0.1), "how long an idle connection stays open", _SECONDS
+        75.0, parse.seconds(0.1), "how long an idle connection stays open", _SECONDS
     )
     grace_s: float = _setting(
-        30.0, _seconds(0), "how long a stop waits for requests in flight", _SECONDS
+        30.0, parse.seconds(0), "how long a stop waits for requests in flight", _SECONDS
     )
-    api_keys: tuple[bytes, ...] = _setting(
-        (), _key_digests, "keys that callers must send, separated by commas", secret=True
+    api_keys: Keyring = _setting(  # noqa: RUF009  # a field
+        Keyring, keys.listed, "keys that callers must send, separated by commas", secret=True
     )
+    api_keys_file: str = _setting(
+        "", _path, "file of more keys, perhaps hashed, and what each may; SIGHUP has it read again",
+        "FILE",
+    )  # fmt: skip
     signing_key: bytes = _setting(
         machine_signing_key, _signing_key, "key of residual ids; by default this machine's own",
         secret=True,
     )  # fmt: skip
-    allow_open: bool = _setting(False, _flag, "listen beyond this machine without any key")
+    tls_cert: str = _setting(
+        "", _path, "certificate chain (PEM): speak TLS; SIGHUP has it read again", "FILE"
+    )
+    tls_key: str = _setting("", _path, "private key (PEM) of the certificate", "FILE")
+    allow_open: bool = _setting(False, parse.flag, "listen beyond this machine without any key")
     cors_origins: tuple[str, ...] = _setting(
         (), _origins, "web origins that browsers may call from, separated by commas", "ORIGINS"
     )
     log_level: str = _setting(
-        "info", _choice("debug", "info", "warning", "error"), "least severe message to log", "LEVEL"
+        "info",
+        parse.choice("debug", "info", "warning", "error"),
+        "least severe message to log",
+        "LEVEL",
     )
-
-    def accepts_key(self, key: str) -> bool:
-        """Whether `key` is one of the configured keys. Its time does not tell which was close."""
-        digest = key_digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self.api_keys]
-        return any(matches)
 
     def to_bytes(self) -> bytes:
         """For a child process. Holds digests and the signing key: pass it by a descriptor."""
-        packed: bytes = msgpack.packb({row.name: getattr(self, row.name) for row in table()})
+        values = {row.name: getattr(self, row.name) for row in table()}
+        packed: bytes = msgpack.packb({**values, "api_keys": self.api_keys.packed()})
         return packed
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> Settings:
         """The settings that `to_bytes` packed."""
-        return cls(**msgpack.unpackb(packed, use_list=False))
-
-
-def key_digest(key: str) -> bytes:
-    """What is kept of a caller's key: its SHA-256."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        values = msgpack.unpackb(packed, use_list=False)
+        return cls(**{**values, "api_keys": Keyring.unpacked(values["api_keys"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +224,7 @@ class Row:
         """The default as one would write it, sizes with a unit; "" where it is to have none."""
         if self.default == ():
             return ""
-        return size_text(self.default) if self.metavar == _BYTES else str(self.default)
+        return parse.size_text(self.default) if self.metavar == _BYTES else str(self.default)
 
     @property
     def is_switch(self) -> bool:
@@ -272,15 +246,6 @@ def table() -> Iterator[Row]:
         )
 
 
-def size_text(size: int) -> str:
-    """A size with the largest unit that divides it: 64MiB."""
-    for unit in ("GiB", "MiB", "KiB"):
-        factor = _UNITS[unit[:2].lower()]
-        if size and size % factor == 0:
-            return f"{size // factor}{unit}"
-    return str(size)
-
-
 def secret_variables() -> frozenset[str]:
     """Variables whose values nobody but the supervisor needs to see."""
     return frozenset(row.variable for row in table() if row.flag is None)
@@ -294,20 +259,19 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     links = _service_links(environ)
     environ = {name: value for name, value in environ.items() if name not in links}
     values: dict[str, Any] = {}
-    mistakes: dict[str, str] = {}
-    for row in table():
-        if row.flag is not None and row.name in flags:
-            source, given = row.flag, flags[row.name]
-        elif row.variable in environ:
-            source, given = row.variable, environ[row.variable]
-        else:
-            continue
+    mistakes: dict[str, list[str]] = {}
+    for row, source, given in _given(flags, environ):
         try:
             values[row.name] = row.parse(given)
+            if row.name == "api_keys_file":  # its row comes after that of api_keys
+                known = values.get("api_keys", Keyring())
+                values["api_keys"] = known.with_file(values["api_keys_file"])
+        except KeysError as exc:
+            mistakes[row.name] = [f"{source}: {said}" for said in exc.mistakes]
         except ValueError as exc:
-            mistakes[row.name] = f"{source}: {exc}"
+            mistakes[row.name] = [f"{source}: {exc}"]
     settings = Settings(**values)
-    lines = list(mistakes.values())
+    lines = [line for said in mistakes.values() for line in said]
     for involved, line in _contradictions(settings):
         if involved.isdisjoint(mistakes):
             lines.append(line)
@@ -317,11 +281,24 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     return settings
 
 
+def _given(flags: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[tuple[Row, str, str]]:
+    """Each setting that was given: its row, by what flag or variable, and the text."""
+    for row in table():
+        if row.flag is not None and row.name in flags:
+            yield row, row.flag, flags[row.name]
+        elif row.variable in environ:
+            yield row, row.variable, environ[row.variable]
+
+
 def warnings(settings: Settings, environ: Mapping[str, str]) -> Iterator[str]:
     """What is no mistake, and most likely not what was meant."""
     if CLIENT_KEY in environ and not settings.api_keys:
-        keys = f"keys of the server are {PREFIX}API_KEYS, and none is set"
-        yield f"{CLIENT_KEY} is the client's; {keys}"
+        advice = f"keys of the server are {PREFIX}API_KEYS, and none is set"
+        yield f"{CLIENT_KEY} is the client's; {advice}"
+    if settings.api_keys_file:
+        yield from keys.warnings(settings.api_keys, settings.api_keys_file)
+    if settings.tls_key:
+        yield from tls.warnings(settings.tls_key)
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
@@ -355,10 +332,13 @@ def _contradictions(settings: Settings) -> Iterator[tuple[set[str], str]]:
     """Settings that are right alone and wrong together: which, and what to do."""
     if not settings.api_keys and not settings.allow_open and not _is_loopback(settings.host):
         yield (
-            {"host", "api_keys", "allow_open"},
+            {"host", "api_keys", "api_keys_file", "allow_open"},
             f"--host: {settings.host} is reachable from other machines and no key is set: "
-            f"set {PREFIX}API_KEYS, or give --allow-open to let everyone in",
+            f"set {PREFIX}API_KEYS or --api-keys-file, or give --allow-open to let everyone in",
         )
+    if settings.tls_cert or settings.tls_key:
+        for flag, said in tls.mistakes(settings.tls_cert, settings.tls_key):
+            yield {"tls_cert", "tls_key"}, f"{flag}: {said}"
     if settings.queue_bytes < settings.max_body_bytes:
         yield (
             {"queue_bytes", "max_body_bytes"},

@@ -7,7 +7,7 @@ every worker, and replaces what dies or hangs. It sees no request. One thread, o
 from __future__ import annotations
 
 import contextlib
-import errno
+import dataclasses
 import os
 import selectors
 import signal
@@ -16,97 +16,56 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from flashwire_service.environment import FRONT_ENVIRONMENT, worker_environment
 from flashwire_service.ipc.channel import ChannelClosed, socketpair
-from flashwire_service.ipc.frames import Attach, Drain, Failure, Ready
+from flashwire_service.ipc.frames import (
+    Acquit,
+    Attach,
+    Drain,
+    Failure,
+    Ready,
+    Reload,
+    State,
+    Suspect,
+)
 from flashwire_service.ipc.heartbeat import IDLE_LIMIT_S, Heartbeat
+from flashwire_service.keys import Keyring, KeysError
+from flashwire_service.listening import Fatal, listen, url
 from flashwire_service.logs import Log
 from flashwire_service.process import Child
+from flashwire_service.quarantine import Quarantine
 from flashwire_service.settings import Settings
 
 WORKER = "flashwire_service.compute.worker"
 FRONT = "flashwire_service.front.server"
-BACKLOG = 1024
 LOOK_S = 0.25  # how often children are judged
 LATE_S = 1.0  # a look so long after the one before says more about the judge
-START_LIMIT_S = 180.0  # from birth to ready; importing torch from a cold disk is slow
+START_LIMIT_S = 180.0  # from birth to ready, of a worker to its first beat: torch, a cold disk
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the nth replacement in a row
 HEALTHY_S = 30.0  # a child that was ready this long before it died starts a new row
 GIVE_UP = 5  # deaths in a row, none of them ever ready
 END_S = 2.0  # from being told to end to SIGKILL
 FORCED = 128  # + the signal's number
-FRONT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # numpy would start a pool it never uses
-
-_ADDRESS_ERRORS = {
-    errno.EADDRINUSE: (os.EX_UNAVAILABLE, "is in use"),
-    errno.EACCES: (os.EX_NOPERM, "needs a privilege that this user lacks"),
-}
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 where there is no IPv6
-
-
-class Fatal(Exception):
-    """The service cannot go on: one line for the operator, and the exit code."""
-
-    def __init__(self, code: int, line: str) -> None:
-        super().__init__(line)
-        self.code = code
 
 
 def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. The exit code is 0 after a drain, else
 
     EX_UNAVAILABLE  the port is in use        EX_NOPERM    it needs a privilege
-    EX_NOHOST       no such local address     EX_CONFIG    the device is not there
+    EX_NOHOST       no such local address     EX_CONFIG    the device cannot be used
     EX_SOFTWARE     a child cannot be started 128 + N      a second signal N forced the end
 
     and one line on stderr says why.
     """
     try:
         with listen(settings.host, settings.port) as listener, _signals() as signals:
-            print(f"flashwire: listening on {url(listener)}", flush=True)
+            address = url(listener, tls=bool(settings.tls_cert))
+            print(f"flashwire: listening on {address}", flush=True)
             return Supervisor(settings, listener, signals).run()
     except Fatal as e:
         print(f"flashwire-serve: {e}", file=sys.stderr, flush=True)
         return e.code
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on the first of the host's addresses that this machine has.
-
-    Raises Fatal.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as e:
-        raise Fatal(os.EX_NOHOST, f"cannot listen on {host}: {e.strerror}") from e
-    for number, (family, kind, proto, _, address) in enumerate(found, start=1):
-        try:
-            return _bound(socket.socket(family, kind, proto), address)
-        except OSError as e:
-            if number < len(found) and e.errno in _NOT_HERE:
-                continue
-            code, why = _ADDRESS_ERRORS.get(e.errno or 0, (os.EX_NOHOST, f"{e.strerror}"))
-            raise Fatal(code, f"cannot listen: port {port} of {host} {why}") from e
-    raise Fatal(os.EX_NOHOST, f"cannot listen on {host}: it has no address")
-
-
-def _bound(sock: socket.socket, address: tuple[Any, ...]) -> socket.socket:
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def url(listener: socket.socket) -> str:
-    """Where to reach a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
@@ -116,7 +75,7 @@ def _signals() -> Iterator[socket.socket]:
     with ours, theirs:
         ours.setblocking(False)
         theirs.setblocking(False)
-        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
         before = {number: signal.signal(number, lambda *_: None) for number in caught}
         before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
@@ -137,6 +96,7 @@ class Place:
     heartbeat: Heartbeat | None = None  # of a worker
     ready_since: float | None = None
     ever_ready: bool = False
+    stillborn: bool = False  # the last one died before it was ready
     deaths: int = 0  # in a row
     not_before: float = 0.0
 
@@ -157,6 +117,8 @@ class Supervisor:
         self._selector.register(signals, selectors.EVENT_READ)
         self._workers = [Place("worker", i) for i in range(settings.workers)]
         self._fronts = [Place("front", i) for i in range(settings.frontends)]
+        self._quarantine = Quarantine(settings.quarantine_s)
+        self._told = State()  # what every front end knows
         self._stopping = False
         self._looked = 0.0  # when children were last judged
         self._trust_from = 0.0  # when silence begins to count
@@ -168,6 +130,7 @@ class Supervisor:
                 self._fill_places(time.monotonic())
                 self._wait(LOOK_S)
                 self._judge(time.monotonic())
+                self._tell_fronts()
             return self._drain()
         finally:
             self._kill_all()
@@ -189,7 +152,12 @@ class Supervisor:
             else:
                 module, environment = FRONT, FRONT_ENVIRONMENT
                 fd, peers = self._listener.fileno(), self._workers
-            child = Child(module, place.index, self._settings, fd, environment)
+            settings = self._settings
+            if place.role == "worker":  # it sees no key, nor needs one
+                settings = dataclasses.replace(settings, api_keys=Keyring())
+            if place.stillborn:  # warming up may be what killed it
+                settings = dataclasses.replace(settings, warmup="")
+            child = Child(module, place.index, settings, fd, environment)
         except OSError as e:  # no process, memory or descriptor to be had, for now
             self._failed(place, time.monotonic(), reason=f"cannot be started: {e.strerror}")
             return
@@ -197,6 +165,8 @@ class Supervisor:
         self._selector.register(child.control, selectors.EVENT_READ, place)
         self._log.info("started", child=place.name, pid=child.pid)
         try:
+            if place.role == "front":
+                child.tell(self._told)
             for peer in peers:
                 _connect(place, peer)
         except OSError as e:  # one that nobody can reach is of no use
@@ -216,10 +186,28 @@ class Supervisor:
         for number in self._signals.recv(4096):
             if number == signal.SIGCHLD:
                 continue  # only to wake up: the dead are found by looking
+            if number == signal.SIGHUP:
+                self._reload()
+                continue
             if self._stopping:
                 raise Fatal(FORCED + number, "stopped at once by a second signal")
             self._log.info("stopping", signal=signal.Signals(number).name)
             self._stopping = True
+
+    def _reload(self) -> None:
+        """Read the keys again, and have the front ends take them and read their certificate. What
+        cannot be used changes nothing.
+        """
+        path, ring = self._settings.api_keys_file, self._settings.api_keys
+        try:
+            ring = ring.with_file(path) if path else ring
+            self._log.info("keys read", names=[key.name for key in ring])
+        except KeysError as e:
+            self._log.error("keys not read, those before hold", mistakes=e.mistakes)
+        self._settings = dataclasses.replace(self._settings, api_keys=ring)
+        for place in self._fronts:
+            if place.child is not None:
+                place.child.tell(Reload(keys=ring.packed()))
 
     def _listen_to(self, place: Place) -> None:
         child = place.child
@@ -231,11 +219,27 @@ class Supervisor:
                 if isinstance(frame, Ready):
                     place.ready_since, place.ever_ready = time.monotonic(), True
                     self._log.info("ready", child=place.name, pid=child.pid, **frame.facts)
+                elif isinstance(frame, Suspect):
+                    self._quarantine.died(frame.head, frame.digest)
+                    refused = self._quarantine.refuses(frame.digest)
+                    self._log.warning("suspect", digest=frame.digest.hex(), refused=refused)
+                elif isinstance(frame, Acquit):
+                    self._quarantine.survived(frame.digest)
                 elif isinstance(frame, Failure):
                     raise Fatal(os.EX_CONFIG, frame.detail)
         except ChannelClosed:  # it is dying, and its death will be seen
             self._selector.unregister(child.control)
             child.control.close()
+
+    def _tell_fronts(self) -> None:
+        """What has changed since they were last told."""
+        state = State(suspects=self._quarantine.entries)
+        if state == self._told:
+            return
+        self._told = state
+        for place in self._fronts:
+            if place.child is not None:
+                place.child.tell(state)
 
     # Deaths
 
@@ -261,6 +265,7 @@ class Supervisor:
         """Make room for a replacement, later when its predecessors failed too."""
         healthy = place.ready_since is not None and now - place.ready_since >= HEALTHY_S
         place.deaths = 1 if healthy else place.deaths + 1
+        place.stillborn = place.child is not None and place.ready_since is None
         wait = BACKOFF_S[min(place.deaths, len(BACKOFF_S)) - 1]
         place.not_before = now + wait
         self._forget(place)
@@ -326,36 +331,11 @@ def _connect(a: Place, b: Place) -> None:
 
 
 def _complaint(place: Place, child: Child, now: float) -> str | None:
-    """Why a living child must be replaced, or None."""
+    """Why a living child must be replaced, or None. A worker that compiles kernels takes as long as
+    it takes: from its first beat on, its heart alone tells.
+    """
+    if place.heartbeat is not None and place.heartbeat.started:
+        return place.heartbeat.complaint(now)
     if place.ready_since is None and now - child.started > START_LIMIT_S:
         return f"not ready {START_LIMIT_S:.0f} s after its start"
-    return place.heartbeat.complaint(now) if place.heartbeat else None
-
-
-def worker_environment(settings: Settings) -> dict[str, str]:
-    """Thread counts and wait policy, which OpenMP and MKL read once, when torch is loaded.
-
-    Passive: an idle thread that spins would steal a core from the front ends.
-    """
-    threads = str(worker_threads(settings))
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-    }
-
-
-def worker_threads(settings: Settings) -> int:
-    """As set, else the worker's share of the cores that this process may use."""
-    return settings.threads or max(1, usable_cores() // settings.workers)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and its container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
-        with open("/sys/fs/cgroup/cpu.max") as quota_file:
-            quota, period = map(int, quota_file.read().split())
-        cores = min(cores, max(1, quota // period))
-    return cores
+    return None

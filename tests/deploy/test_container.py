@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flashwire_service import tls
 from flashwire_service.settings import Settings, table
 
 ROOT = Path(__file__).parents[2]
@@ -104,8 +105,10 @@ def test_the_context_holds_what_the_build_needs() -> None:
 
 
 @pytest.fixture
-def readyz() -> Iterator[tuple[int, list[int]]]:
-    """The port of a server whose /readyz answers the status in the list."""
+def readyz(
+    request: pytest.FixtureRequest, make_certificate: Callable[[str], Any]
+) -> Iterator[tuple[int, list[int], dict[str, str]]]:
+    """The port of a server whose /readyz answers the status in the list, and its variables."""
     answer = [200]
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -117,21 +120,30 @@ def readyz() -> Iterator[tuple[int, list[int]]]:
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        variables = {}
+        if request.param == "https":
+            made = make_certificate("a")
+            variables["FLASHWIRE_TLS_CERT"] = str(made.cert)
+            context = tls.context(str(made.cert), str(made.key))
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server.server_address[1], answer
+        yield server.server_address[1], answer, variables
         server.shutdown()
         thread.join()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_health_check_tells_ready_from_not(target: str, readyz: tuple[int, list[int]]) -> None:
-    port, answer = readyz
+@pytest.mark.parametrize("readyz", ["http", "https"], indirect=True)
+def test_the_health_check_tells_ready_from_not(
+    target: str, readyz: tuple[int, list[int], dict[str, str]]
+) -> None:
+    port, answer, variables = readyz
     python, *arguments = health_command(target)
     assert python == "python"
 
     def status(port: int) -> int:
-        environment = {"FLASHWIRE_PORT": str(port), "http_proxy": "http://127.0.0.1:9"}
+        environment = {"FLASHWIRE_PORT": str(port), "http_proxy": "http://127.0.0.1:9", **variables}
         return subprocess.run(
             [sys.executable, *arguments], env=environment, stderr=subprocess.DEVNULL, timeout=30
         ).returncode
@@ -180,5 +192,7 @@ def test_the_gpu_is_reserved_and_kernels_are_kept() -> None:
     (volume,) = gpu["volumes"]
     name, _, path = volume.partition(":")
     assert name in COMPOSE["volumes"]
-    assert f"TRITON_CACHE_DIR={path}/" in STAGES["gpu"].last("ENV")
+    assert f"FLASHWIRE_TRITON_CACHE_DIR={path}/" in STAGES["gpu"].last("ENV")
+    assert STAGES["gpu"].all("VOLUME") == [path]
+    assert "VOLUME" not in dict(STAGES["cpu"].instructions)
     assert any(f"-o flashwire -g flashwire {path}" in run for run in STAGES["gpu"].all("RUN"))

@@ -6,10 +6,11 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,30 @@ import pytest
 from flashwire import Client
 
 START_S = 60.0
+PROGRAM = ("-m", "flashwire_service")
 SMALL: dict[str, Any] = {"q": [[1, 0]], "k": [[1, 0], [0, 1]], "v": [[1, 2], [3, 4]], "scale": 1.0}
 SMALL_OUT = [[1.5378828427399903, 2.5378828427399903]]  # p = e/(e+1), by hand
 
 
 class Server:
-    """A running `flashwire-serve`. `log` is everything it wrote to stderr so far."""
+    """A running `flashwire-serve`. `log` is everything it wrote to stderr so far.
 
-    def __init__(self, directory: Path, environment: dict[str, str], *flags: str) -> None:
+    ca       file of the certificate to trust, where it speaks TLS
+    program  what Python runs
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        environment: dict[str, str],
+        *flags: str,
+        ca: Path | None = None,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
         self._stderr = directory / f"stderr-{time.monotonic_ns()}"
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flashwire_service", "--port", "0", *flags],
+                [sys.executable, *program, "--port", "0", *flags],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, **environment},
@@ -40,13 +53,14 @@ class Server:
         self.key = environment.get("FLASHWIRE_API_KEYS", "").partition(",")[0]
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"http://\S+", line)
+        found = re.search(r"https?://\S+", line)
         assert found, f"no address in {line!r}; {self.log}"
         self.url = found[0]
-        self.host, _, port = self.url.removeprefix("http://").partition(":")
+        self.host, _, port = self.url.partition("://")[2].partition(":")
         self.port = int(port)
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        self.http = httpx.Client(base_url=self.url, timeout=60, headers=headers)
+        self.trust: Any = True if ca is None else ssl.create_default_context(cafile=ca)
+        self.http = httpx.Client(base_url=self.url, timeout=60, headers=headers, verify=self.trust)
 
     @property
     def log(self) -> str:
@@ -105,9 +119,17 @@ class Server:
             self.process.stdout.close()
 
 
-def start(directory: Path, *flags: str, ready: bool = True, **environment: str) -> Server:
+def start(
+    directory: Path,
+    *flags: str,
+    ready: bool = True,
+    ca: Path | None = None,
+    program: Sequence[str] = PROGRAM,
+    **environment: str,
+) -> Server:
     """A new server; its caller stops it."""
-    server = Server(directory, {f"FLASHWIRE_{k}": v for k, v in environment.items()}, *flags)
+    variables = {f"FLASHWIRE_{k}": v for k, v in environment.items()}
+    server = Server(directory, variables, *flags, ca=ca, program=program)
     if ready:
         try:
             server.wait_ready()

@@ -15,6 +15,7 @@ from flashwire_kernels.check import check
 from flashwire_kernels.errors import UnsupportedBackend
 from flashwire_kernels.fused import support as fused_support
 from flashwire_kernels.testing import Case, make
+from interpreted import interpret_bfloat16, interpret_helpers_once
 
 TRITON = "triton"
 BACKENDS = ("reference", "cpu", TRITON)
@@ -78,51 +79,6 @@ def interpret(patch):
     interpret_helpers_once(patch)
     np.seterr(all="ignore")  # infinities are how hidden pairs are computed
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
-
-
-def interpret_bfloat16(patch):
-    """Triton's interpreter holds bfloat16 as uint16: it multiplies those, and truncates to them."""
-    from triton.runtime import interpreter
-
-    bf16, f32 = interpreter.tl.bfloat16, interpreter.tl.float32
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-
-    def convert_float(values, source, target, rounding):
-        if (source, target) == (bf16, f32):
-            return values.astype(np.uint32) << 16
-        if (source, target) == (f32, bf16):
-            found = torch.from_numpy(np.array(values)).to(torch.bfloat16)
-            return found.view(torch.int16).numpy()
-        return convert(values, source, target, rounding)
-
-    def create_dot(self, a, b, *rest):
-        a, b = (self.cast_impl(t, f32) if t.dtype.scalar == bf16 else t for t in (a, b))
-        return dot(self, a, b, *rest)
-
-    patch.setattr(interpreter, "_convert_float", convert_float)
-    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-def interpret_helpers_once(patch):
-    """Triton's interpreter patches all of triton.language each time a kernel calls a jit function:
-    once per launch is enough, and many times faster.
-    """
-    from triton.runtime import interpreter
-
-    original, patched = interpreter._patch_lang, set()
-
-    def patch_lang(fn):
-        found = fn.__globals__.values()
-        modules = tuple(m in found for m in (interpreter.tl, interpreter.tl.core))
-        if modules in patched:
-            return None
-        patched.add(modules)
-        scope = original(fn)
-        restore = scope.restore
-        scope.restore = lambda: (restore(), patched.discard(modules))
-        return scope
-
-    patch.setattr(interpreter, "_patch_lang", patch_lang)
 
 
 @pytest.fixture

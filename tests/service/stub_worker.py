@@ -20,6 +20,8 @@ def main() -> int:
         return os.EX_CONFIG
     if mode == "crash":
         return 1
+    if mode == "warm-up kills" and adopted.settings.warmup:
+        return 1
     if mode == "busy too long":
         heartbeat.busy(time.monotonic() + 0.2)
     else:

@@ -24,8 +24,9 @@ from flashwire_service.front.pool import Answer, Work
 from flashwire_service.front.schemas import EXAMPLES
 from flashwire_service.ipc.frames import Reply
 from flashwire_service.ipc.memory import Memory
+from flashwire_service.keys import digest_of, listed
 from flashwire_service.logs import Log
-from flashwire_service.settings import Settings, key_digest
+from flashwire_service.settings import Settings
 
 QUIET = Log("front", "error")
 SMALL: dict[str, Any] = {"q": [[1, 0]], "k": [[1, 0], [0, 1]], "v": [[1, 2], [3, 4]]}
@@ -467,7 +468,7 @@ async def test_no_memory_is_kept_of_refused_requests(client: httpx.AsyncClient, 
 
 
 async def test_keys(pool: FakePool) -> None:
-    settings = Settings(api_keys=(key_digest("right-key"), key_digest("other-key")))
+    settings = Settings(api_keys=listed("right-key,other-key"))
     async with connect(pool, settings) as client:
         for path in ("/info", "/metrics", "/docs", "/openapi.json"):
             response = await client.get(path)
@@ -484,9 +485,9 @@ async def test_keys(pool: FakePool) -> None:
         assert pool.jobs == []
         for key in ("right-key", "other-key"):
             await client.post("/attention", json=SMALL, headers={"authorization": f"Bearer {key}"})
-        assert pool.jobs[0][0].owner == key_digest("right-key").hex()
-        assert pool.jobs[1][0].owner == key_digest("other-key").hex()
-        mine = residual_id.mint(settings.signing_key, 0, key_digest("right-key").hex())
+        assert pool.jobs[0][0].owner == digest_of("right-key").hex()
+        assert pool.jobs[1][0].owner == digest_of("other-key").hex()
+        mine = residual_id.mint(settings.signing_key, 0, digest_of("right-key").hex())
         for key, status in (("right-key", 204), ("other-key", 404)):
             response = await client.delete(
                 f"/attention/residual/{mine}", headers={"authorization": f"Bearer {key}"}

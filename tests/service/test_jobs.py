@@ -1,10 +1,12 @@
 """Jobs on the real kernels: real message bytes in, real reply bytes out."""
 
+import dataclasses
 import errno
 import json
 import math
 import os
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from flashwire_kernels.types import AttentionSpec
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import replies
 from flashwire_service.compute.arrays import NAMES, bytes_of, tensor_at
+from flashwire_service.compute.failures import DeviceLost
 from flashwire_service.compute.intake import Ticket
 from flashwire_service.compute.jobs import Jobs
+from flashwire_service.compute.residuals import OWN_BYTES
 from flashwire_service.ipc.channel import MAX_INLINE
 from flashwire_service.ipc.frames import Failure, Job, Reply, TensorSlot
 from flashwire_service.ipc.memory import Memory
@@ -196,7 +200,7 @@ def test_backward_by_residual_equals_backward_of_everything(jobs):
 def test_a_residual_serves_until_it_is_released(jobs):
     asked = {"save_for_backward": True}
     answer = jobs.run(ticket("attention", asked, qkv(1, 1, 4, 8), owner="me"))
-    assert answer.frame.residual_bytes == 4 * (4 * 4 * 8 + 4)
+    assert answer.frame.residual_bytes == 4 * (4 * 4 * 8 + 4) + OWN_BYTES
     residual = reply_of(answer)[0]["residual"]
     dout = {"dout": randn(1, 1, 4, 8)}
 
@@ -299,6 +303,16 @@ def test_a_residual_beyond_the_budget_is_507_before_anything_is_computed(jobs, m
     assert failure.code == "not_enough_memory"
     assert str(2**20) in failure.detail
     assert "raise FLASHWIRE_RESIDUAL_BYTES" in failure.detail
+
+
+def test_a_residual_beyond_what_its_owner_may_hold_is_507(jobs, monkeypatch):
+    monkeypatch.setattr(api, "forward", lambda *_, **__: pytest.fail("computed"))
+    x = ticket("attention", {"save_for_backward": True}, qkv(1, 1, 16, 64), owner="me")
+    x.job = dataclasses.replace(x.job, max_residual_bytes=10_000)
+    failure = failure_of(jobs.run(x))
+    assert failure.code == "not_enough_memory"
+    assert "10000 are available" in failure.detail
+    assert "FLASHWIRE_KEY_RESIDUAL_BYTES" in failure.detail
 
 
 def test_an_answer_that_nobody_waits_for_leaves_no_residual(jobs):
@@ -421,7 +435,85 @@ def test_foreign_errors_are_mapped_without_their_text(jobs, monkeypatch, capfd, 
     assert not any(word in failure.detail for word in ("/", ".py", ".cpp", "secret"))
     logged = capfd.readouterr().err
     assert ("secret at" in logged) == (code == "internal")
-    assert not jobs.broken
+
+
+def fatal(code):
+    error = torch.AcceleratorError("HIP error: something new")
+    error.error_code = code
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        torch.AcceleratorError("HIP error: unspecified launch failure"),
+        fatal(719),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal instruction was encountered"),
+        RuntimeError("Triton Error [HIP]:  Code: 700, an illegal memory access was encountered"),
+    ],
+)
+def test_a_lost_device_is_no_answer(jobs, monkeypatch, capfd, error):
+    def fail(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(api, "forward", fail)
+    with pytest.raises(DeviceLost):
+        jobs.run(ticket("attention", {}, qkv(2, 8)))
+    assert "job failed" in capfd.readouterr().err
+
+
+def test_a_device_that_answers_nothing_more_is_lost_whatever_it_said(jobs, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise torch.AcceleratorError("CUDA error: something new")
+
+    monkeypatch.setattr(api, "forward", fail)
+    assert failure_of(jobs.run(ticket("attention", {}, qkv(2, 8)))).code == "internal"
+    monkeypatch.setattr(devices, "synchronize", fail)
+    with pytest.raises(DeviceLost):
+        jobs.run(ticket("attention", {}, qkv(2, 8)))
+
+
+def test_a_launch_that_fails_late_is_no_reply_and_keeps_nothing(jobs, monkeypatch):
+    def fail(device):
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(devices, "synchronize", fail)
+    saving = ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8))
+    assert failure_of(jobs.run(saving)).code == "not_enough_memory"
+    assert jobs.run(ticket("attention", {}, qkv(1, 1, 4, 8))).frame.residual_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.AcceleratorError("HIP error: out of memory"),
+    ],
+)
+def test_memory_that_runs_out_is_given_back_and_the_next_request_is_well(jobs, monkeypatch, error):
+    held, freed = [], []
+
+    def fail(q, k, v, **_):
+        more = torch.zeros(100)
+        held.extend(weakref.ref(t) for t in (q, k, v, more))
+        raise type(error)(*error.args)  # one that nobody else holds, with what it holds
+
+    def release(device):
+        freed.append([t() for t in held])
+
+    monkeypatch.setattr(devices, "release_cached", release)
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "forward", fail)
+        failure = failure_of(jobs.run(ticket("attention", {}, qkv(2, 8))))
+    assert failure.code == "not_enough_memory"
+    assert freed == [[None] * 4]  # after everything that the job held is gone
+    assert set(reply_of(jobs.run(ticket("attention", {}, qkv(2, 8))))[1]) == {"out"}
+    assert len(freed) == 1
 
 
 def test_tensors_in_pieces_or_out_of_line_are_read_right():

@@ -18,9 +18,14 @@ DTYPES = {"bool": "?", "float16": "<f2", "float32": "<f4", "float64": "<f8", "in
           "int32": "<i4", "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
 
-def decode(body: Any, schema: wire.Schema = wire.ATTENTION) -> Message:
+def decode(
+    body: Any,
+    schema: wire.Schema = wire.ATTENTION,
+    limits: wire.Limits = wire.Limits(),  # noqa: B008  # frozen
+) -> Message:
     text = body if isinstance(body, (bytes, str)) else json.dumps(body)
-    return json_codec.decode(text if isinstance(text, bytes) else text.encode(), schema)
+    body = text if isinstance(text, bytes) else text.encode()
+    return json_codec.decode(body, schema, limits)
 
 
 def array(message: Message, name: str) -> np.ndarray[Any, Any]:

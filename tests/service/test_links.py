@@ -1,6 +1,7 @@
 """The intake thread of a worker over real sockets, with this test as its compute loop."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import threading
@@ -131,9 +132,22 @@ def test_an_answer_that_cannot_wait_for_want_of_descriptors_is_a_refusal(worker,
     assert (got[0].id, got[0].code) == (1, "queue_full")
 
 
+def test_whose_place_goes_to_another_is_told(worker, front):
+    other = worker.attach(peer=1)
+    for number in (1, 2):
+        front.send(dataclasses.replace(job(number), owner="many"))
+    wait_until(lambda: worker.intake.depth == 2)
+    other.send(dataclasses.replace(job(3), owner="few"))
+    failure, _ = front.recv(PATIENCE_S)
+    assert (failure.id, failure.code) == (2, "queue_full")
+    assert [take(worker).job.id for _ in range(2)] == [1, 3]
+    other.close()
+
+
 def test_cancel_takes_a_job_out_of_the_queue(worker, front):
     front.send(job(1))
     front.send(job(2))
+    wait_until(lambda: worker.intake.depth == 2)
     front.send(Cancel(id=1))
     wait_until(lambda: worker.intake.depth == 1)
     assert take(worker).job.id == 2

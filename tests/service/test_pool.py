@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from flashwire_service.errors import Refusal
 from flashwire_service.front.pool import Answer, Pool, Work
 from flashwire_service.ipc.channel import Channel, socketpair
 from flashwire_service.ipc.frames import (
+    Acquit,
     Attach,
     Cancel,
     Drain,
@@ -25,8 +28,12 @@ from flashwire_service.ipc.frames import (
     Job,
     Ready,
     Reply,
+    State,
+    Suspect,
 )
+from flashwire_service.ipc.heartbeat import Heartbeat
 from flashwire_service.ipc.memory import Memory
+from flashwire_service.quarantine import Entry
 
 Starved = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -36,6 +43,7 @@ class Played:
     """The worker's end of a channel."""
 
     channel: Channel
+    heartbeat: Heartbeat
 
     async def next(self) -> tuple[Frame, int | None]:
         for _ in range(500):
@@ -50,6 +58,20 @@ class Played:
             os.close(fd)
         assert isinstance(frame, Job)
         return frame
+
+    async def compute(self) -> Job:
+        """Take a job and begin."""
+        job = await self.job()
+        self.heartbeat.busy(job.deadline, job.id)
+        return job
+
+    async def die_of_it(self) -> None:
+        await self.compute()
+        self.channel.close()
+
+    def answer(self, job: Job) -> None:
+        self.channel.send(Reply(id=job.id, size=2, body=b"ok"))
+        self.heartbeat.idle()
 
 
 class Ends:
@@ -67,9 +89,10 @@ class Ends:
     async def worker(self, index: int = 0, ready: bool = True) -> Played:
         ours, theirs = socketpair()
         self.pool.attach(index, ours)
-        self.played.append(played := Played(Channel(theirs)))
+        self.played.append(played := Played(Channel(theirs), Heartbeat.create()))
         if ready:
-            played.channel.send(Hello(worker=index, pid=100 + index, facts={"device": "cpu"}))
+            hello = Hello(worker=index, pid=100 + index, facts={"device": "cpu"})
+            played.channel.send(hello, played.heartbeat.memory.fd)
             await self.until(lambda: index in self.pool.facts)
         return played
 
@@ -88,6 +111,7 @@ async def ends() -> AsyncIterator[Ends]:
     yield made
     for played in made.played:
         played.channel.close()
+        played.heartbeat.close()
     await asyncio.sleep(0.02)
 
 
@@ -214,6 +238,161 @@ async def test_another_worker_takes_over_once(ends: Ends) -> None:
         await played.job()
         played.channel.close()
     assert await refused(running) == "worker_died"
+
+
+class Told:
+    """What the pool tells its supervisor, whose part the test plays."""
+
+    def __init__(self, ends: Ends) -> None:
+        ours, theirs = socketpair()
+        self.channel = Channel(theirs)
+        ends.pool.listen(Channel(ours))
+        assert isinstance(self.channel.recv(1)[0], Ready)
+
+    @property
+    def frames(self) -> list[Frame]:
+        """Since last asked."""
+        found = []
+        while (got := self.channel.try_recv()) is not None:
+            found.append(got[0])
+        return found
+
+
+@pytest.fixture
+async def told(ends: Ends) -> AsyncIterator[Told]:
+    told = Told(ends)
+    yield told
+    told.channel.close()
+    await ends.until(lambda: ends.orphaned)
+
+
+def ask(ends: Ends, **more: Any) -> asyncio.Task[Answer]:
+    return asyncio.create_task(ends.pool.run(work(**more)))
+
+
+async def test_what_ends_two_workers_is_refused(ends: Ends, told: Told) -> None:
+    played = await ends.worker()
+    asked = ask(ends)
+    await played.die_of_it()
+    assert await refused(asked) == "worker_died"
+    (suspect,) = told.frames
+    played = await ends.worker()
+    asked = ask(ends)
+    await played.die_of_it()
+    assert await refused(asked) == "quarantined"
+    assert told.frames == [suspect]
+    third = await ends.worker()
+    assert await refused(ask(ends)) == "quarantined"
+    for other in (ask(ends, body=b"abd"), ask(ends, body=b"abcd")):
+        third.answer(await third.compute())
+        assert (await other).reply.body == b"ok"
+    assert told.frames == []
+
+
+async def test_a_retry_that_ends_the_other_worker_is_the_last(ends: Ends, told: Told) -> None:
+    first, second, third = [await ends.worker(index) for index in range(3)]
+    asked = ask(ends)
+    await first.die_of_it()
+    await second.die_of_it()
+    assert await refused(asked) == "quarantined"
+    assert third.channel.try_recv() is None
+    assert len(told.frames) == 2
+
+
+async def test_a_suspect_that_a_worker_survives_is_acquitted(ends: Ends, told: Told) -> None:
+    for _ in range(3):
+        first, second = await ends.worker(0), await ends.worker(1)
+        asked = ask(ends)
+        await first.die_of_it()
+        second.answer(await second.compute())
+        assert (await asked).worker == 1
+        suspect, acquitted = told.frames
+        assert isinstance(suspect, Suspect)
+        assert acquitted == Acquit(digest=suspect.digest)
+
+
+async def test_who_only_waited_is_innocent(ends: Ends, told: Told) -> None:
+    only = await ends.worker()
+    culprit = ask(ends, body=b"bad")
+    await only.compute()
+    waiting = ask(ends, body=b"good")
+    await only.job()
+    only.channel.close()
+    assert [await refused(asked) for asked in (culprit, waiting)] == ["worker_died"] * 2
+    assert len(told.frames) == 1
+    idle = await ends.worker()
+    idle.heartbeat.idle()
+    asked = ask(ends)
+    await idle.job()
+    idle.channel.close()
+    assert await refused(asked) == "worker_died"
+    assert told.frames == []
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+async def test_what_was_given_up_may_yet_end_its_worker(ends: Ends, told: Told, size: int) -> None:
+    """A hung worker is killed after the deadlines of all who wait for it."""
+    memory = Memory.create()
+    memory.write([bytes(size)])
+    for deaths in (1, 2):
+        played = await ends.worker()
+        asked = ask(ends, timeout_s=0.1, body=memory)
+        await played.compute()
+        assert await refused(asked) == "deadline_exceeded"
+        ends.pool.sweep()
+        if deaths == 2:
+            memory.close()
+        played.channel.close()
+        await ends.until(lambda: told.frames)
+    again = Memory.create()
+    again.write([bytes(size)])
+    assert await refused(ask(ends, body=again)) == "quarantined"
+    again.close()
+
+
+async def test_what_was_given_up_and_has_ended_ends_nobody(ends: Ends, told: Told) -> None:
+    for swept in (True, False):
+        played = await ends.worker()
+        asked = ask(ends, timeout_s=0.1)
+        await played.compute()
+        assert await refused(asked) == "deadline_exceeded"
+        played.heartbeat.idle()
+        if swept:
+            ends.pool.sweep()
+        played.channel.close()
+        await ends.until(lambda: not ends.pool.ready)
+    await asyncio.sleep(0.02)
+    assert told.frames == []
+
+
+async def test_all_front_ends_know_what_the_supervisor_knows(ends: Ends, told: Told) -> None:
+    played = await ends.worker()
+    asked = ask(ends)
+    await played.die_of_it()
+    assert await refused(asked) == "worker_died"
+    (suspect,) = told.frames
+    assert isinstance(suspect, Suspect)
+    book = [Entry(suspect.head, suspect.digest, 2, time.monotonic() + 60)]
+    ends.pool._suspects.install([])
+    told.channel.send(State(suspects=tuple(book)))
+    played = await ends.worker()
+    await ends.until(lambda: not ends.pool._suspects.empty)
+    assert await refused(ask(ends)) == "quarantined"
+    told.channel.send(State())
+    await ends.until(lambda: ends.pool._suspects.empty)
+    asked = ask(ends)
+    played.answer(await played.compute())
+    assert (await asked).reply.body == b"ok"
+
+
+async def test_workers_that_are_told_to_end_die_of_nothing(ends: Ends, told: Told) -> None:
+    played = await ends.worker()
+    asked = ask(ends)
+    await played.compute()
+    ends.pool.drain()
+    played.channel.close()
+    assert await refused(asked) == "worker_died"
+    assert told.frames == []
 
 
 async def test_what_a_residual_needs_is_not_elsewhere(ends: Ends) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 
@@ -87,12 +88,14 @@ def test_the_queue_must_take_the_largest_request() -> None:
 
 def test_keys_are_held_as_digests_and_never_shown() -> None:
     loaded = load({}, {"FLASHWIRE_API_KEYS": "first-key, second-key"})
-    assert loaded.api_keys[0] == hashlib.sha256(b"first-key").digest()
-    assert loaded.accepts_key("second-key")
-    assert not loaded.accepts_key("third-key")
-    assert not loaded.accepts_key("")
-    assert not Settings().accepts_key("")
-    assert "api_keys" not in repr(loaded)
+    first, second = loaded.api_keys
+    assert first.digest == hashlib.sha256(b"first-key").digest()
+    assert loaded.api_keys.find("second-key") == second
+    for wrong in ("third-key", "", first.digest.hex()):
+        assert loaded.api_keys.find(wrong) is None
+    assert Settings().api_keys.find("") is None
+    assert "api_keys=" not in repr(loaded)
+    assert repr(first.digest) not in repr(loaded.api_keys)
     assert "signing_key" not in repr(loaded)
 
 
@@ -225,6 +228,34 @@ def test_what_kubernetes_injects_is_one_mistake_with_the_way_out(environ: dict[s
     (line,) = mistakes({}, environ)
     assert line.startswith(next(iter(environ)))
     assert "enableServiceLinks: false" in line
+
+
+def test_a_gpu_without_triton_is_a_missing_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "triton" else name)
+    assert cli.main(["--device", "cuda:1"]) == os.EX_OSFILE
+    said = capsys.readouterr().err
+    assert said == "flashwire-serve: --device: cuda:1 needs triton: pip install 'flashwire[gpu]'\n"
+
+
+def test_the_warm_up_list_is_checked_whole() -> None:
+    assert load({"warmup": "float16:causal:d64,"}, {}).warmup == "float16:d64:causal"
+    assert load({"warmup": ""}, {}).warmup == ""
+    assert load({"warmup": Settings().warmup}, {}) == Settings()
+    (line,) = mistakes({}, {"FLASHWIRE_WARMUP": "fp16:d64, float16:d64:gqa"})
+    assert line.startswith("FLASHWIRE_WARMUP: 'fp16:d64': must begin with one of bfloat16, ")
+    assert "; 'float16:d64:gqa': there is no 'gqa'; nearest is 'gqaN'" in line
+
+
+def test_a_kernel_cache_that_cannot_be_is_a_mistake(tmp_path: Path) -> None:
+    loaded = load({"triton_cache_dir": str(tmp_path / "a" / "b")}, {})
+    assert Path(loaded.triton_cache_dir) == tmp_path / "a" / "b"
+    assert Path(loaded.triton_cache_dir).is_dir()
+    (tmp_path / "file").touch()
+    said = mistakes({"port": "x"}, {"FLASHWIRE_TRITON_CACHE_DIR": str(tmp_path / "file" / "c")})
+    assert [line.partition(":")[0] for line in said] == ["--port", "FLASHWIRE_TRITON_CACHE_DIR"]
+    assert f"{tmp_path}/file/c cannot be made or read: Not a directory" in said[1]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from flashwire_service import supervisor
+from flashwire_service import environment, keys, listening, supervisor
 from flashwire_service.settings import Settings
 
 HERE = Path(__file__).parent
@@ -166,6 +167,45 @@ def test_children_do_not_inherit_secrets(start):
         assert not {line.partition("=")[0] for line in environ} & secrets.keys()
 
 
+def test_workers_are_told_no_key(monkeypatch):
+    told = {}
+
+    class Living:
+        pid = 1
+
+        def __init__(self, module, index, settings, *_: object) -> None:
+            told[module] = [key.name for key in settings.api_keys]
+            self.control, self.other = supervisor.socketpair()
+
+        def tell(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(supervisor, "Child", Living)
+    with socket.socket() as listener, socket.socket() as signals:
+        settings = Settings(log_level="error", api_keys=keys.listed("first-key"))
+        judge = supervisor.Supervisor(settings, listener, signals)
+        judge._fill_places(0.0)
+        judge._selector.close()
+        for place in (*judge._workers, *judge._fronts):
+            place.child.control.close()
+            place.child.other.close()
+            if place.heartbeat is not None:
+                place.heartbeat.close()
+    assert told == {supervisor.WORKER: [], supervisor.FRONT: ["env:1"]}
+
+
+def test_hanging_up_ends_nothing(start):
+    """A terminal that goes signals the whole group: to the supervisor it means to read again."""
+    service = start().ready()
+    for pid in (*service.pids, service.process.pid):
+        os.kill(pid, signal.SIGHUP)
+    wait_until(lambda: any(e["event"] == "keys read" for e in service.events))
+    answer = service.ask()
+    assert {answer["pid"], *answer["workers"]} == service.pids
+    service.process.send_signal(signal.SIGHUP)
+    assert service.stop() == 0
+
+
 def test_a_killed_worker_is_replaced_at_once_and_reached(start):
     service = start().ready()
     first = service.pid_of("worker-0")
@@ -269,6 +309,26 @@ def test_a_worker_that_never_starts_ends_the_service(start):
     assert service.lines[-1].startswith("flashwire-serve: worker-0 failed 5 times")
 
 
+def test_a_worker_that_dies_of_its_warm_up_is_replaced_by_one_without(start):
+    service = start("warm-up kills", warmup="float16:d64").ready()
+    died = [e for e in service.events if e["event"] == "died"]
+    assert [e["child"] for e in died] == ["worker-0"]
+    os.kill(service.pid_of("worker-0"), signal.SIGKILL)  # it was ready: the next one tries again
+    service.wait_for("died", "worker-0", count=3)
+    service.wait_for("ready", "worker-0", count=2)
+
+
+def test_a_worker_may_compile_for_as_long_as_its_heart_beats():
+    place = supervisor.Place("worker", 0, heartbeat=supervisor.Heartbeat.create())
+    child, now = SimpleNamespace(started=0.0), supervisor.START_LIMIT_S
+    assert supervisor._complaint(place, child, now) is None
+    assert "not ready" in supervisor._complaint(place, child, now + 1)
+    place.heartbeat.busy(now + 50)
+    assert supervisor._complaint(place, child, now + 49) is None
+    assert "beyond its limit" in supervisor._complaint(place, child, now + 51)
+    place.heartbeat.close()
+
+
 def test_a_port_in_use_is_one_line_and_an_exit_code(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -293,22 +353,22 @@ def test_a_supervisor_without_descriptors_waits_for_better_times(start):
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_an_address_that_is_not_ours(host):
-    with pytest.raises(supervisor.Fatal) as caught:
-        supervisor.listen(host, 0)
+    with pytest.raises(listening.Fatal) as caught:
+        listening.listen(host, 0)
     assert caught.value.code == os.EX_NOHOST
     assert host in str(caught.value)
 
 
 def test_ipv6_urls_have_brackets():
-    with supervisor.listen("::1", 0) as listener:
-        assert supervisor.url(listener).startswith("http://[::1]:")
+    with listening.listen("::1", 0) as listener:
+        assert listening.url(listener).startswith("http://[::1]:")
 
 
 def test_workers_share_the_cores():
-    cores = supervisor.usable_cores()
-    assert supervisor.worker_threads(Settings()) == cores
-    assert supervisor.worker_threads(Settings(workers=cores + 1)) == 1
-    assert supervisor.worker_threads(Settings(threads=7)) == 7
+    cores = environment.usable_cores()
+    assert environment.worker_threads(Settings()) == cores
+    assert environment.worker_threads(Settings(workers=cores + 1)) == 1
+    assert environment.worker_threads(Settings(threads=7)) == 7
 
 
 def test_a_child_that_cannot_be_connected_is_replaced(monkeypatch):
@@ -320,6 +380,9 @@ def test_a_child_that_cannot_be_connected_is_replaced(monkeypatch):
 
         def __init__(self, *_: object) -> None:
             self.control, self.other = supervisor.socketpair()
+
+        def tell(self, *_: object) -> None:
+            pass
 
         def kill(self) -> None:
             killed.append(self)

@@ -1,11 +1,15 @@
 """The compute process itself: born, at work, ended."""
 
+import json
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from flashwire_service.environment import worker_environment
 from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
 from flashwire_service.ipc.frames import (
     Attach,
@@ -20,19 +24,20 @@ from flashwire_service.ipc.frames import (
 from flashwire_service.ipc.heartbeat import Heartbeat
 from flashwire_service.process import Child
 from flashwire_service.settings import Settings
-from flashwire_service.supervisor import WORKER, worker_environment
+from flashwire_service.supervisor import WORKER
 
 PATIENCE_S = 60.0
 ONES = b"\0\0\x80\x3f"
 
 
 class Worker:
-    def __init__(self, **settings) -> None:
+    def __init__(self, module: str = WORKER, **settings) -> None:
         configured = Settings(threads=1, **settings)
         self.heartbeat = Heartbeat.create()
-        environment = worker_environment(configured)
+        paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        environment = {**worker_environment(configured), "PYTHONPATH": paths}
         fd = self.heartbeat.memory.fd
-        self.child = Child(WORKER, 0, configured, fd, environment)
+        self.child = Child(module, 0, configured, fd, environment)
 
     def attach(self, peer: int = 0) -> Channel:
         ours, theirs = socketpair()
@@ -51,8 +56,8 @@ class Worker:
 def make():
     workers = []
 
-    def start(**settings) -> Worker:
-        workers.append(Worker(**settings))
+    def start(module: str = WORKER, **settings) -> Worker:
+        workers.append(Worker(module, **settings))
         return workers[-1]
 
     yield start
@@ -132,3 +137,28 @@ def test_a_device_that_is_not_there_is_said_to_the_supervisor(make):
     assert "cuda:63" in frame.detail
     assert worker.child.join(PATIENCE_S)
     assert worker.child.exit_code == os.EX_CONFIG
+
+
+def test_a_worker_is_ready_once_it_is_warm_and_beats_meanwhile(make, tmp_path):
+    worker = make("slow_worker", triton_cache_dir=str(tmp_path), warmup="float16:d64")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "seen").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen == {"list": "float16:d64", "device": "cpu", "triton": False}
+    assert worker.heartbeat.started
+    assert worker.heartbeat.complaint(time.monotonic()) is None
+    assert worker.heartbeat.complaint(time.monotonic() + 600) is not None
+    assert worker.child.control.try_recv() is None
+    (tmp_path / "go").touch()
+    assert isinstance(worker.child.control.recv(PATIENCE_S)[0], Ready)
+
+
+def test_a_device_that_cannot_be_proved_ends_the_worker(make, capfd):
+    worker = make("wrong_worker")
+    assert worker.child.join(PATIENCE_S)
+    assert worker.child.exit_code == os.EX_SOFTWARE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert json.loads(line)["event"] == "start failed"
+    assert "off by" in json.loads(line)["error"]

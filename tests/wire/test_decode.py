@@ -168,6 +168,9 @@ def test_limits_are_limits() -> None:
     assert refused(pack({"scale": 1, "causal": True}), max_keys=1).detail.startswith("has 2 keys")
     assert refused(pack({"dropout": {"p": 1}}), max_depth=1).field == "dropout"
     assert refused(pack({"q": V}), max_rank=0).field == "q"
+    assert refused(pack({"q": V}), max_elements=0).detail.endswith("the limit is 0")
+    described = {"q": {"dtype": "float32", "shape": [2**40, 2**40]}}  # a plan: no data, no claim
+    assert wire.decode(pack(described), wire.PLAN, wire.Limits(max_elements=0))
 
 
 def test_payloads_do_not_count_as_header() -> None:

@@ -7,6 +7,7 @@ resumes at the last complete entry, and not before as many bytes have come as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -279,7 +280,15 @@ class _TensorReader:
             self._invalid(f"key {key[:64]!r} is not known{nearest(key, known)}")
         if self._header is None and self._dtype is not None and self._shape is not None:
             self._header = Header(self._dtype, self._shape)
+            if self._payload:
+                self._check_elements()
             self._announce(self._name, self._header)
+
+    def _check_elements(self) -> None:
+        elements, most = math.prod(self._shape or ()), self._cursor.limits.max_elements
+        if most is not None and elements > most:
+            got = elements if elements < 2**64 else "2**64 or more"
+            self._malformed(f"has {got} elements, the limit is {most}")
 
     def _read_dtype(self) -> str:
         dtype = self._cursor.value(self._name, 2)

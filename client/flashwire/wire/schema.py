@@ -91,6 +91,7 @@ class Limits:
     max_depth     levels of maps and lists
     max_keys      entries of one map
     max_rank      dimensions of a tensor
+    max_elements  of a tensor that comes with its data, None for no limit but its bytes
     """
 
     max_message: int | None = None
@@ -98,6 +99,7 @@ class Limits:
     max_depth: int = 8
     max_keys: int = 64
     max_rank: int = 8
+    max_elements: int | None = None
 
 
 class WireError(ValueError):

@@ -1,4 +1,4 @@
-"""The queue of a worker: bounded in requests and bytes, first come first served.
+"""The queue of a worker: bounded, fair between owners (lines.py), with the time it takes to drain.
 
 The intake thread offers and cancels, the compute loop takes and finishes. Every method may be
 called from either. Memory of dropped work is freed at once.
@@ -6,76 +6,71 @@ called from either. Memory of dropped work is freed at once.
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from flashwire_service.compute.lines import Lines, Load, Ticket
 from flashwire_service.ipc.channel import Channel
-from flashwire_service.ipc.frames import Failure, Job
-from flashwire_service.ipc.memory import Memory
+from flashwire_service.ipc.frames import Failure
+
+__all__ = ["Intake", "Ticket"]
 
 _FIRST_GUESS_S = 0.1  # service time before any was measured
 _WEIGHT = 0.2  # of the latest request in the mean service time
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One job on its way through a worker. `channel` is where its answer goes."""
-
-    job: Job
-    channel: Channel
-    memory: Memory | None = None
-    abandoned: bool = False  # nobody waits for the answer
-
-    @property
-    def nbytes(self) -> int:
-        return self.job.size
-
-    def free(self) -> None:
-        """Give up the request's memory."""
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
+_SOONEST_S = 1.0  # Retry-After has whole seconds
+_SPREAD = 0.5  # of Retry-After: who was refused together need not come back together
 
 
 class Intake:
-    """Jobs that wait, and the one that runs."""
+    """Jobs that wait, and the one that runs.
+
+    max_requests, max_bytes   how many may wait, and the bytes of their bodies
+    max_device_bytes          the device memory that they are estimated to need, one after the other
+    chance                    a random number of [0, 1)
+    """
 
     def __init__(
         self,
         max_requests: int,
         max_bytes: int,
+        max_device_bytes: int = sys.maxsize,
         clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
     ) -> None:
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
+        self._limit = Load(max_requests, max_bytes, max_device_bytes)
         self._clock = clock
+        self._chance = chance
         self._changed = threading.Condition()
-        self._waiting: deque[Ticket] = deque()
-        self._bytes = 0
-        self._running: Ticket | None = None
+        self._lines = Lines(self._limit)
         self._mean_s = _FIRST_GUESS_S
         self._closed = False
 
     @property
     def depth(self) -> int:
         """Jobs that wait."""
-        return len(self._waiting)
+        return self._lines.load.requests
 
-    def offer(self, ticket: Ticket) -> Failure | None:
-        """Queue a job, or free it and say why not."""
+    def offer(self, ticket: Ticket) -> Sequence[tuple[Ticket, Failure]]:
+        """Queue a job. Returns who is refused for it and why: nobody, itself, or the newest jobs of
+        owners who hold more of a full queue. Their memory is freed.
+        """
         with self._changed:
-            if self._full_for(ticket):
+            leaving = self._leaving(ticket)
+            if leaving is None or leaving:
                 self._drop(self._late)
-            if self._full_for(ticket):
+                leaving = self._leaving(ticket)
+            if leaving is None:
                 ticket.free()
-                return self._refusal(ticket.job.id)
-            self._waiting.append(ticket)
-            self._bytes += ticket.nbytes
+                return [(ticket, self._refusal(ticket))]
+            refused = [(other, self._refusal(other)) for other in leaving]
+            if leaving:
+                self._drop(lambda waiting: waiting in leaving)
+            self._lines.add(ticket)
             self._changed.notify()
-        return None
+            return refused
 
     def cancel(self, channel: Channel, job_id: int) -> None:
         """Drop a waiting job; a running one runs on, without anyone waiting for its answer."""
@@ -91,14 +86,12 @@ class Intake:
         Late jobs are dropped unstarted: their caller has been answered by the front end.
         """
         with self._changed:
-            if not self._waiting and not self._closed:
+            if not self.depth and not self._closed:
                 self._changed.wait(timeout)
-            while self._waiting:
-                ticket = self._waiting.popleft()
-                self._bytes -= ticket.nbytes
+            while (ticket := self._lines.next()) is not None:
                 if not self._late(ticket):
-                    self._running = ticket
                     return ticket
+                self._lines.finish(0.0)
                 ticket.free()
             return None
 
@@ -106,7 +99,7 @@ class Intake:
         """A taken job has ended after this much work: free it."""
         ticket.free()
         with self._changed:
-            self._running = None
+            self._lines.finish(seconds)
             self._mean_s += _WEIGHT * (seconds - self._mean_s)
 
     def close(self) -> None:
@@ -118,40 +111,48 @@ class Intake:
     @property
     def exhausted(self) -> bool:
         """Closed, and empty."""
-        return self._closed and not self._waiting
-
-    def _full_for(self, ticket: Ticket) -> bool:
-        too_many = len(self._waiting) >= self._max_requests
-        # A job on its own always fits, so that the limit cannot make one impossible.
-        too_large = self._bytes + ticket.nbytes > self._max_bytes and bool(self._waiting)
-        return too_many or too_large
+        return self._closed and not self.depth
 
     def _late(self, ticket: Ticket) -> bool:
         return self._clock() >= ticket.job.deadline
 
-    def _refusal(self, job_id: int) -> Failure:
-        waiting = len(self._waiting)
-        return Failure(
-            id=job_id,
-            code="queue_full",
-            detail=f"the queue is full: {waiting} requests of {self._bytes} bytes wait "
-            f"(limits: {self._max_requests} requests, {self._max_bytes} bytes)",
-            retry_after=self._mean_s * (waiting + 1),
-        )
+    def _leaving(self, ticket: Ticket) -> list[Ticket] | None:
+        """Who must leave for this one to be queued; None when it must not be."""
+        if self._has_its_own(ticket):
+            return None
+        return self._lines.in_the_way(ticket)
+
+    def _has_its_own(self, ticket: Ticket) -> bool:
+        """Whether as many of its owner's wait as may."""
+        most = ticket.job.max_queued
+        return most is not None and self._lines.waiting_of(ticket.job.owner) >= most
+
+    def _refusal(self, ticket: Ticket) -> Failure:
+        waiting = self._lines.load
+        if self._has_its_own(ticket):
+            count = self._lines.waiting_of(ticket.job.owner)
+            ahead = min(count * self._lines.owners, waiting.requests)
+            detail = f"{count} requests of this key wait (its limit: {ticket.job.max_queued})"
+        else:
+            ahead = waiting.requests
+            detail = (
+                f"the queue is full: {waiting.requests} requests of {waiting.nbytes} bytes wait, "
+                f"for about {waiting.memory} bytes of device memory (limits: "
+                f"{self._limit.requests} requests, {self._limit.nbytes} bytes, "
+                f"{self._limit.memory} of the device)"
+            )
+        drained_s = self._mean_s * (ahead + 1)  # with the one that runs
+        retry_after = max(_SOONEST_S, drained_s * (1 + _SPREAD * self._chance()))
+        return Failure(id=ticket.job.id, code="queue_full", detail=detail, retry_after=retry_after)
 
     def _abandon(self, which: Callable[[Ticket], bool]) -> None:
         with self._changed:
             self._drop(which)
-            if self._running is not None and which(self._running):
-                self._running.abandoned = True
+            running = self._lines.running
+            if running is not None and which(running):
+                running.abandoned = True
 
     def _drop(self, which: Callable[[Ticket], bool]) -> None:
         """Free the waiting jobs of a kind. With the lock held."""
-        kept: deque[Ticket] = deque()
-        for ticket in self._waiting:
-            if which(ticket):
-                self._bytes -= ticket.nbytes
-                ticket.free()
-            else:
-                kept.append(ticket)
-        self._waiting = kept
+        for ticket in self._lines.remove(which):
+            ticket.free()

@@ -12,24 +12,27 @@ import torch
 
 from flashwire_kernels import api
 from flashwire_kernels.check import check
-from flashwire_kernels.errors import InvalidAttention, NotEnoughMemory, Violation
+from flashwire_kernels.errors import InvalidAttention, Violation
 from flashwire_kernels.tensors import Backward, Forward, Skipped, Wanted
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import replies
 from flashwire_service.compute.arrays import tensor_at
-from flashwire_service.compute.failures import failure_of
+from flashwire_service.compute.failures import (
+    DeviceLost,
+    failure_of,
+    is_fatal,
+    is_out_of_memory,
+)
 from flashwire_service.compute.intake import Ticket
 from flashwire_service.compute.residuals import Residuals, Saved
+from flashwire_service.compute.room import Room, forward_bytes, total_bytes
 from flashwire_service.ipc.frames import Failure, Job, Reply
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
 
 _OF_BACKWARD = ("dout", "dlse", "out", "lse")
-# Up to here nobody asks how much memory is left, which costs as much as a small attention.
-_SURELY_THERE = 64 * 2**20
-_SMALL_INPUTS = 2**20
 
 Options = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -75,8 +78,7 @@ class Jobs:
             ttl_s=settings.residual_ttl_s,
             max_bytes=settings.residual_bytes,
         )
-        self._max_materialise = settings.max_materialise_bytes
-        self.broken = False  # the device is beyond repair in this process
+        self._room = Room(device, settings.max_materialise_bytes)
 
     def sweep(self) -> None:
         """Free residuals whose time is up."""
@@ -88,18 +90,26 @@ class Jobs:
             self._residuals.release(answer.residual, ticket.job.owner)
 
     def run(self, ticket: Ticket, queue_depth: int = 0) -> Answer:
-        """Compute a job. Never raises: what goes wrong is an answer too."""
-        job, started = ticket.job, time.monotonic()
+        """Compute a job. What goes wrong is an answer too, but for a device that can compute no
+        other job: raises DeviceLost.
+        """
         try:
-            body = ticket.memory.view if ticket.memory else bytearray(job.body or b"")
-            tensors = {
-                name: tensor_at(body, slot).to(self._device) for name, slot in job.tensors.items()
-            }
-            outcome = _ROUTES[job.route](self, job, tensors)
-            devices.synchronize(self._device)
-            return self._reply(job, outcome, started, queue_depth)
+            return self._computed(ticket, queue_depth)
         except Exception as e:
-            return Answer(self._failure(job, e))
+            failure, ran_out = self._failure(ticket.job, e), is_out_of_memory(e)
+        if ran_out:  # only here, with the traceback, does the job let go of its tensors
+            devices.release_cached(self._device)
+        return Answer(failure)
+
+    def _computed(self, ticket: Ticket, queue_depth: int) -> Answer:
+        job, started = ticket.job, time.monotonic()
+        self._room.require_inputs(job)
+        body = ticket.memory.view if ticket.memory else bytearray(job.body or b"")
+        tensors = {
+            name: tensor_at(body, slot).to(self._device) for name, slot in job.tensors.items()
+        }
+        outcome = _ROUTES[job.route](self, job, tensors)
+        return self._reply(job, outcome, started, queue_depth)
 
     # Routes
 
@@ -108,10 +118,11 @@ class Jobs:
         spec = _spec(options)
         save = bool(options.get("save_for_backward"))
         backend = options.get("backend") or "auto"
-        result_bytes = _forward_bytes(tensors)
-        kept_bytes = _total_bytes(tensors) + result_bytes if save else 0
-        self._residuals.require(kept_bytes)
-        limit = self._memory_limit(job, backend, tensors, result_bytes, kept_bytes)
+        result_bytes = forward_bytes(tensors)
+        kept_bytes = total_bytes(tensors) + result_bytes if save else 0
+        if save:
+            self._residuals.require(kept_bytes, job.owner, job.max_residual_bytes)
+        limit = self._room.for_backend(job, backend, tensors, result_bytes, kept_bytes)
         forward = api.forward(**tensors, spec=spec, backend=backend, memory_limit=limit)
         outcome = Outcome(
             tensors={"out": forward.out, "lse": forward.lse if options.get("return_lse") else None},
@@ -126,7 +137,8 @@ class Jobs:
                 backend=forward.backend,
                 skipped=forward.skipped,
             )
-            outcome.residual = outcome.values["residual"] = self._residuals.keep(saved, job.owner)
+            key = self._residuals.keep(saved, job.owner, job.max_residual_bytes)
+            outcome.residual = outcome.values["residual"] = key
         return outcome
 
     def backward(self, job: Job, tensors: Tensors) -> Outcome:
@@ -146,7 +158,7 @@ class Jobs:
             backend = options.get("backend") or saved.backend
             skipped = () if options.get("backend") else saved.skipped
         wanted = _wanted(options, tensors)
-        limit = self._memory_limit(job, backend, tensors, _total_bytes(tensors))
+        limit = self._room.for_backend(job, backend, tensors, total_bytes(tensors))
         backward = api.backward(
             **own, **tensors, spec=spec, wanted=wanted, backend=backend, memory_limit=limit
         )
@@ -165,7 +177,7 @@ class Jobs:
             dout=tensors.get("dout"),
             backends=tuple(options.get("backends") or ("auto", "reference")),
             mine=mine or None,
-            memory_limit=min(self._max_materialise, devices.available_bytes(self._device)),
+            memory_limit=min(self._room.max_materialise, devices.available_bytes(self._device)),
             spec=spec,
         )
         compared = {name: c.to_json() for name, c in report.tensors.items()}
@@ -185,34 +197,16 @@ class Jobs:
 
     # What routes share
 
-    def _memory_limit(
-        self, job: Job, backend: str, tensors: Tensors, result_bytes: int, kept_bytes: int = 0
-    ) -> int | None:
-        """What a backend may take beside inputs and results; None for what is surely there.
-
-        Raises NotEnoughMemory when there is no room for results, once as tensors and once as the
-        reply. The system promises more memory than it has, and kills whoever then uses it.
-        """
-        needed = 2 * result_bytes + kept_bytes
-        if job.accept == "json":
-            needed += result_bytes // tensors["q"].dtype.itemsize * replies.JSON_BYTES_PER_ELEMENT
-        limit = self._max_materialise if backend == "reference" else None
-        if needed <= _SURELY_THERE and _total_bytes(tensors) <= _SMALL_INPUTS:
-            return limit
-        there = devices.available_bytes(self._device)
-        if needed > there:
-            raise NotEnoughMemory(needed, there)
-        return min(there - needed, limit or there)
-
     def _reply(self, job: Job, outcome: Outcome, started: float, queue_depth: int) -> Answer:
-        now = time.monotonic()
-        queue_ms, compute_ms = 1000 * (started - job.received), 1000 * (now - started)
-        values = dict(outcome.values)
-        if outcome.meta is not None:
-            total_ms = queue_ms + compute_ms
-            timings = {"queue": queue_ms, "compute": compute_ms, "total": total_ms}
-            values["meta"] = {**outcome.meta, "timings_ms": timings}
         try:
+            devices.synchronize(self._device)  # launches fail when they run, not when they are made
+            now = time.monotonic()
+            queue_ms, compute_ms = 1000 * (started - job.received), 1000 * (now - started)
+            values = dict(outcome.values)
+            if outcome.meta is not None:
+                total_ms = queue_ms + compute_ms
+                timings = {"queue": queue_ms, "compute": compute_ms, "total": total_ms}
+                values["meta"] = {**outcome.meta, "timings_ms": timings}
             body = replies.encode(job.accept, values, outcome.tensors)
         except BaseException:
             if outcome.residual is not None:
@@ -242,18 +236,13 @@ class Jobs:
         }
 
     def _failure(self, job: Job, error: Exception) -> Failure:
-        failure = failure_of(error, job, self._max_materialise)
+        """What an error amounts to. Raises DeviceLost."""
+        failure = failure_of(error, job, self._room.max_materialise)
         if failure.code == "internal":
             self._log.error("job failed", route=job.route, error=traceback.format_exc())
-            self._look_after_device()
+            if is_fatal(error) or not devices.answers(self._device):
+                raise DeviceLost from error
         return failure
-
-    def _look_after_device(self) -> None:
-        """Some faults leave a CUDA context that answers nothing else: only a new process helps."""
-        try:
-            devices.synchronize(self._device)
-        except RuntimeError:
-            self.broken = True
 
 
 _ROUTES: dict[str, Callable[[Jobs, Job, Tensors], Outcome]] = {
@@ -306,14 +295,3 @@ def _skipped(skipped: Sequence[Skipped]) -> list[dict[str, Any]]:
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
     """Not in the request's memory, which goes with the request."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor
-
-
-def _total_bytes(tensors: Tensors) -> int:
-    return sum(t.nbytes for t in tensors.values())
-
-
-def _forward_bytes(tensors: Tensors) -> int:
-    """out and lse, from the shapes of q and v: one row for each query of each head."""
-    q, v = tensors["q"], tensors["v"]
-    rows = q.numel() // q.shape[-1]
-    return rows * (v.shape[-1] * v.dtype.itemsize + (8 if q.dtype is torch.float64 else 4))

@@ -29,10 +29,14 @@ from flashwire_service.ipc.memory import Memory
 class Links:
     """The channels to the front ends, and the control channel, which is also the lifeline."""
 
-    def __init__(self, control: Channel, intake: Intake, hello: Hello) -> None:
+    def __init__(
+        self, control: Channel, intake: Intake, hello: Hello, page: int | None = None
+    ) -> None:
+        """`page` is the descriptor of the heartbeat, which goes with each Hello."""
         self._control = control
         self._intake = intake
         self._hello = hello
+        self._page = page
         self._fronts: dict[int, Channel] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -112,9 +116,9 @@ class Links:
             if not is_exhaustion(e):
                 raise
             lost = True
-        refusal = _exhausted(job) if lost else self._intake.offer(ticket)
-        if refusal is not None:
-            self.answer(ticket, refusal)
+        refused = [(ticket, _exhausted(job))] if lost else self._intake.offer(ticket)
+        for other, failure in refused:
+            self.answer(other, failure)
 
     def _attach(self, peer: int, channel: Channel) -> None:
         if peer in self._fronts:
@@ -122,7 +126,7 @@ class Links:
         self._fronts[peer] = channel
         self._selector.register(channel, selectors.EVENT_READ)
         try:
-            channel.post(self._hello)
+            channel.post(self._hello, self._page)
         except ChannelClosed:
             self._lose(channel)
 

@@ -1,6 +1,8 @@
 """Saved forwards: what backward needs, kept for a while, within a budget of bytes.
 
-The compute loop alone uses them. When room is short the oldest go, which expire first.
+The compute loop alone uses them. When room is short the oldest of an owner go, which expire first:
+one's own where one would hold more than an equal share of the budget, else those of whoever does.
+Who holds less than that loses nothing to others.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from flashwire_kernels.tensors import Skipped
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service import residual_id
 
+OWN_BYTES = 4096  # about what Python and torch need for one beside its data, which may be nothing
+
 
 class Gone(Exception):
     """No such forward is held for this owner: it expired, was released or fell to the budget."""
 
 
 class TooLargeToKeep(NotEnoughMemory):
-    """A forward larger than all saved forwards together may be."""
+    """A forward larger than its owner's saved forwards together may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,29 +72,32 @@ class Residuals:
         self._max_bytes = max_bytes
         self._clock = clock
         self._entries: dict[str, _Entry] = {}  # oldest first
-        self._held = 0
+        self._ids: dict[str, dict[str, int]] = {}  # by owner: ids and bytes, oldest first
+        self._held: dict[str, int] = {}  # bytes, by owner
 
     @property
     def held_bytes(self) -> int:
-        return self._held
+        return sum(self._held.values())
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def require(self, nbytes: int) -> None:
-        """Raises TooLargeToKeep when a forward of that size could never be kept."""
-        if nbytes > self._max_bytes:
-            raise TooLargeToKeep(nbytes, self._max_bytes)
+    def require(self, nbytes: int, owner: str, limit: int | None = None) -> None:
+        """Raises TooLargeToKeep when a forward of that size could not be kept now."""
+        self._outgoing(nbytes, owner, limit)
 
-    def keep(self, saved: Saved, owner: str) -> str:
-        """Hold a forward and return its id. Raises TooLargeToKeep when it exceeds the budget."""
-        nbytes = saved.nbytes
-        self.require(nbytes)
-        while self._held + nbytes > self._max_bytes:
-            self._remove(next(iter(self._entries)))
+    def keep(self, saved: Saved, owner: str, limit: int | None = None) -> str:
+        """Hold a forward and return its id. `limit` is what its owner may hold; None is all.
+
+        Raises TooLargeToKeep when there is no room, even without what may be pushed out.
+        """
+        nbytes = saved.nbytes + OWN_BYTES
+        for key in self._outgoing(saved.nbytes, owner, limit):
+            self._remove(key)
         key = residual_id.mint(self._signing_key, self._worker, owner)
         self._entries[key] = _Entry(saved, owner, nbytes, self._clock() + self._ttl_s)
-        self._held += nbytes
+        self._ids.setdefault(owner, {})[key] = nbytes
+        self._held[owner] = self._held.get(owner, 0) + nbytes
         return key
 
     def get(self, key: str, owner: str) -> Saved:
@@ -108,6 +115,36 @@ class Residuals:
         while self._entries and next(iter(self._entries.values())).expires <= now:
             self._remove(next(iter(self._entries)))
 
+    def _outgoing(self, data_bytes: int, owner: str, limit: int | None) -> list[str]:
+        """The ids that must go for a forward to be kept. Raises TooLargeToKeep."""
+        most = self._max_bytes if limit is None else min(limit, self._max_bytes)
+        needed = data_bytes + OWN_BYTES
+        if needed > most:
+            raise TooLargeToKeep(needed, most)
+        held, total = {owner: 0, **self._held}, self.held_bytes + needed
+        oldest = {name: iter(ids.items()) for name, ids in self._ids.items()}
+        share = self._max_bytes // len(held)
+        going: list[str] = []
+
+        def push_out(name: str) -> None:
+            nonlocal total
+            key, nbytes = next(oldest[name])
+            total -= nbytes
+            held[name] -= nbytes
+            going.append(key)
+
+        while held[owner] + needed > most:
+            push_out(owner)
+        while total > self._max_bytes:
+            largest = max(held, key=lambda name: held[name] if name != owner else -1)
+            if held[owner] and held[owner] + needed > share:
+                push_out(owner)
+            elif largest != owner and held[largest] > share:
+                push_out(largest)
+            else:  # all that is left is others', and no more than theirs
+                raise TooLargeToKeep(needed, self._max_bytes - (total - needed))
+        return going
+
     def _find(self, key: str, owner: str) -> _Entry:
         self.sweep()
         entry = self._entries.get(key)
@@ -116,4 +153,8 @@ class Residuals:
         return entry
 
     def _remove(self, key: str) -> None:
-        self._held -= self._entries.pop(key).nbytes
+        entry = self._entries.pop(key)
+        ids = self._ids[entry.owner]
+        self._held[entry.owner] -= ids.pop(key)
+        if not ids:
+            del self._ids[entry.owner], self._held[entry.owner]

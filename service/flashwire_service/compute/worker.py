@@ -1,8 +1,8 @@
 """The compute process: `python -m flashwire_service.compute.worker FD`, started by the supervisor.
 
-The main thread imports torch, proves its device and then computes, one job after the other; a side
-thread (links.py) owns the sockets. torch is imported after this process has tied its life to its
-parent's, hence the imports inside functions.
+The main thread imports torch, proves its device, warms up and then computes, one job after the
+other; a side thread (links.py) owns the sockets. torch is imported after this process has tied its
+life to its parent's, hence the imports inside functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashwire_service.compute.intake import Intake
 from flashwire_service.compute.links import Links
@@ -21,39 +21,78 @@ from flashwire_service.ipc.frames import Failure, Hello, Ready
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.logs import Log
 from flashwire_service.process import Adopted, adopt
+from flashwire_service.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from flashwire_service.compute.jobs import Jobs
 
 BUSY_GRACE_S = 5.0  # beyond the longest deadline, before a busy loop counts as hung
+STEP_LIMIT_S = 300.0  # for a few kernels to compile, on cores that others use, too
+DEVICE_LOST = os.EX_IOERR  # exit code: the device failed, and a new process may find it well
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until told to end. The exit code is EX_CONFIG when the device is not there."""
+    """Serve until told to end. The exit code is EX_CONFIG when the device is not there, or kernels
+    cannot be kept; DEVICE_LOST when it failed; EX_SOFTWARE when it computes nonsense.
+    """
     adopted = adopt(arguments)
     log = Log(f"worker-{adopted.index}", adopted.settings.log_level)
+    page = os.dup(adopted.fd)
     heartbeat = Heartbeat.receive(adopted.fd)
+    if adopted.settings.triton_cache_dir:
+        os.environ["TRITON_CACHE_DIR"] = adopted.settings.triton_cache_dir  # read by triton
     from flashwire_service.compute import device
 
     try:
-        chosen = device.choose(adopted.settings.device)
+        chosen = device.choose(adopted.settings.device, adopted.index)
+        device.require_kernel_cache(chosen)
     except device.NoDevice as e:
         adopted.control.send(Failure(id=0, code="no_device", detail=str(e)))
         return os.EX_CONFIG
-    device.prove(chosen)
-    facts = device.facts(chosen)
+    facts = _prepare(chosen, adopted.settings, heartbeat, log)
 
     from flashwire_service.compute.jobs import Jobs
 
     jobs = Jobs(chosen, adopted.settings, adopted.index, log)
     intake = Intake(adopted.settings.queue_requests, adopted.settings.queue_bytes)
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
-    links = Links(adopted.control, intake, hello)
+    links = Links(adopted.control, intake, hello, page)
     heartbeat.idle()
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
     threading.Thread(target=_link, args=(links, log), name="intake", daemon=True).start()
     return _compute(adopted, heartbeat, intake, links, jobs)
+
+
+def _prepare(
+    chosen: torch.device, settings: Settings, heartbeat: Heartbeat, log: Log
+) -> dict[str, Any]:
+    """What /info says of the device, once it has been proved and measured and its kernels are
+    compiled. Ends the process when the device cannot be used.
+    """
+    from flashwire_service.compute import device, warming
+    from flashwire_service.compute.failures import is_fatal
+
+    def step() -> None:
+        """There is progress, and as much time again for what comes next."""
+        heartbeat.busy(time.monotonic() + STEP_LIMIT_S)
+
+    try:
+        device.prove(chosen, step)
+        step()
+        facts = device.facts(chosen)
+        warming.run(settings.warmup, chosen, log, step)
+    except Exception as e:
+        log.error("start failed", error=repr(e))
+        _end(DEVICE_LOST if is_fatal(e) else os.EX_SOFTWARE)
+    return facts
+
+
+def _end(code: int) -> NoReturn:
+    """At once: what is left of a broken device may never come down."""
+    os._exit(code)
 
 
 def _link(links: Links, log: Log) -> None:
@@ -71,6 +110,8 @@ def _compute(
     adopted: Adopted, heartbeat: Heartbeat, intake: Intake, links: Links, jobs: Jobs
 ) -> int:
     """The compute loop, until the intake is closed and empty."""
+    from flashwire_service.compute.failures import DeviceLost
+
     busy_limit = adopted.settings.max_timeout_ms / 1000 + BUSY_GRACE_S
     while not intake.exhausted:
         heartbeat.idle()
@@ -79,16 +120,17 @@ def _compute(
         if ticket is None:
             continue
         started = time.monotonic()
-        heartbeat.busy(started + busy_limit)
-        answer = jobs.run(ticket, queue_depth=intake.depth)
+        heartbeat.busy(started + busy_limit, ticket.job.id)
+        try:
+            answer = jobs.run(ticket, queue_depth=intake.depth)
+        except DeviceLost:  # whoever waits for this worker learns it from the end of the socket
+            _end(DEVICE_LOST)
         intake.finish(ticket, time.monotonic() - started)
         try:
             if ticket.abandoned or not links.answer(ticket, answer.frame, answer.fd):
                 jobs.discard(ticket, answer)
         finally:
             answer.close()
-        if jobs.broken:
-            return os.EX_SOFTWARE
     return os.EX_OK
 
 

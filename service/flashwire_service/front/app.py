@@ -13,23 +13,33 @@ import msgpack
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import ClientDisconnect
 
 from flashwire import wire
 from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
-from flashwire_service.front import body, checks, metrics, planning, problems, reference, schemas
+from flashwire_service.front import (
+    access,
+    body,
+    checks,
+    metrics,
+    planning,
+    problems,
+    reference,
+    schemas,
+)
+from flashwire_service.front.access import Caller, needs
 from flashwire_service.front.edge import Edge
 from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
+from flashwire_service.keys import RIGHTS
 from flashwire_service.logs import Log
-from flashwire_service.settings import Settings, key_digest
+from flashwire_service.settings import Settings
 
 _TIMEOUT_HEADER = "Flashwire-Timeout-Ms"
-_BODY_ERRORS = (400, 401, 408, 413, 415, 422, 429, 500, 503, 504, 507)
+_BODY_ERRORS = (400, 401, 403, 408, 413, 415, 422, 429, 500, 503, 504, 507)
 _DESCRIPTION = (
     "Exact attention, forward and backward, as a compute endpoint. Bodies are msgpack (tensors as "
     "bytes: docs/wire.md) or, up to 1 MiB, JSON. Errors are application/problem+json, with a "
@@ -54,27 +64,30 @@ class Front:
         options: dict[str, Any],
         message: Message | None,
         *,
-        owner: str,
+        caller: Caller,
         worker: int | None = None,
     ) -> Answer:
         """Have a worker do it. A caller who leaves, or a deadline, ends the wait."""
+        limits = caller.settings
         work = Work(
             route=route,
             options=options,
             tensors={} if message is None else message.tensors,
             body=b"" if message is None else message.body,
             size=0 if message is None else message.size,
-            owner=owner,
+            owner=caller.owner,
+            max_queued=limits.queue_requests if caller.owner else None,
+            max_residual_bytes=limits.residual_bytes if caller.owner else None,
             accept=accepted(request),
-            timeout_s=timeout_s(request, self.settings),
+            timeout_s=timeout_s(request, limits),
         )
         answer = await _while_connected(request, self.pool.run(work, worker))
         self.metrics.computed(answer.worker, answer.reply)
         return answer
 
-    def worker_of_residual(self, text: str, owner: str) -> int:
+    def worker_of_residual(self, text: str, caller: Caller) -> int:
         """The worker that holds, or held, a residual of this owner. Raises Refusal (not_found)."""
-        worker = residual_id.verify(self.settings.signing_key, text, owner)
+        worker = residual_id.verify(self.settings.signing_key, text, caller.owner)
         if worker is None:
             raise Refusal("not_found", "this id was never given out for this key", field="residual")
         return worker
@@ -85,9 +98,10 @@ def create_app(settings: Settings, pool: Workers, log: Log | None = None) -> Fas
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = Front(settings, pool, metrics.Metrics())
     app.state.front = front
+    app.state.access = access.Access(settings)
     problems.install(app)
-    app.include_router(_open)
-    app.include_router(_keyed)
+    for router in (_open, _compute, _info, _metrics, _keyed):
+        app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(
         Edge, origins=settings.cors_origins, metrics=front.metrics,
@@ -102,94 +116,74 @@ async def _front(request: Request) -> Front:  # a plain function would run in a 
 
 
 FrontEnd = Annotated[Front, Depends(_front)]
-_bearer = HTTPBearer(auto_error=False, description="A key, where the server has keys.")
-
-
-async def _owner(
-    front: FrontEnd,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> str:
-    """The caller, as the digest of its key; "" where the server has no keys."""
-    settings = front.settings
-    if not settings.api_keys:
-        return ""
-    key = credentials.credentials if credentials else ""
-    if not settings.accepts_key(key):
-        raise Refusal(
-            "unauthorized",
-            "the key is not known" if key else "send a key: Authorization: Bearer KEY",
-            headers={"www-authenticate": 'Bearer realm="flashwire"'},
-        )
-    return key_digest(key).hex()
-
-
-Owner = Annotated[str, Depends(_owner)]
+CallerOf = Annotated[Caller, Depends(access.caller)]
 _open = APIRouter()
-_keyed = APIRouter(dependencies=[Depends(_owner)])
+_keyed = APIRouter(dependencies=[Depends(access.caller)])
+_compute, _info, _metrics = (APIRouter(dependencies=[Depends(needs(right))]) for right in RIGHTS)
 
 
-@_keyed.post(
+@_compute.post(
     "/attention",
     summary="Exact attention",
     responses=schemas.responses("attention", *_BODY_ERRORS),
     openapi_extra=schemas.operation("attention"),
 )
-async def attention(request: Request, front: FrontEnd, owner: Owner) -> Response:
+async def attention(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
-    timeout_s(request, front.settings)
-    with closing(await body.read(request, front.settings, wire.ATTENTION)) as message:
+    timeout_s(request, caller.settings)
+    with closing(await body.read(request, caller.settings, wire.ATTENTION)) as message:
         options = checks.attention(message).options
-        answer = await front.compute(request, "attention", options, message, owner=owner)
+        answer = await front.compute(request, "attention", options, message, caller=caller)
     return _reply(request, answer)
 
 
-@_keyed.post(
+@_compute.post(
     "/attention/backward",
     summary="Gradients of attention",
     responses=schemas.responses("backward", *_BODY_ERRORS, 404, 410),
     openapi_extra=schemas.operation("backward"),
 )
-async def backward(request: Request, front: FrontEnd, owner: Owner) -> Response:
+async def backward(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
-    timeout_s(request, front.settings)
-    with closing(await body.read(request, front.settings, wire.BACKWARD)) as message:
+    timeout_s(request, caller.settings)
+    with closing(await body.read(request, caller.settings, wire.BACKWARD)) as message:
         worker = None
         if message.options.get("residual") is None:
             options = checks.backward(message).options
         else:
             options = checks.backward_by_residual(message)
-            worker = front.worker_of_residual(options["residual"], owner)
+            worker = front.worker_of_residual(options["residual"], caller)
         answer = await front.compute(
-            request, "backward", options, message, owner=owner, worker=worker
+            request, "backward", options, message, caller=caller, worker=worker
         )
     return _reply(request, answer)
 
 
-@_keyed.post(
+@_compute.post(
     "/attention/check",
     summary="Compare backends, or results of yours, with the reference",
     responses=schemas.responses("check", *_BODY_ERRORS),
     openapi_extra=schemas.operation("check"),
 )
-async def check(request: Request, front: FrontEnd, owner: Owner) -> Response:
+async def check(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """Whether results agree within the error budget, tensor by tensor."""
-    timeout_s(request, front.settings)
-    with closing(await body.read(request, front.settings, wire.CHECK)) as message:
+    timeout_s(request, caller.settings)
+    with closing(await body.read(request, caller.settings, wire.CHECK)) as message:
         options = checks.check(message).options
-        answer = await front.compute(request, "check", options, message, owner=owner)
+        answer = await front.compute(request, "check", options, message, caller=caller)
     return _reply(request, answer)
 
 
-@_keyed.post(
+@_compute.post(
     "/attention/plan",
     summary="What a request would cost",
-    responses=schemas.responses("plan", 400, 401, 408, 413, 415, 422, 500),
+    responses=schemas.responses("plan", 400, 401, 403, 408, 413, 415, 422, 500),
     openapi_extra=schemas.operation("plan"),
 )
-async def plan(request: Request, front: FrontEnd) -> Response:
+async def plan(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """FLOPs, bytes, tiles and an estimate, from shapes alone."""
-    timeout_s(request, front.settings)
-    with closing(await body.read(request, front.settings, wire.PLAN)) as message:
+    timeout_s(request, caller.settings)
+    with closing(await body.read(request, caller.settings, wire.PLAN)) as message:
         options, problem = checks.plan(message)
         result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
     if accepted(request) == "json":
@@ -197,18 +191,18 @@ async def plan(request: Request, front: FrontEnd) -> Response:
     return Response(msgpack.packb(result), media_type=wire.MEDIA_TYPE)
 
 
-@_keyed.delete(
+@_compute.delete(
     "/attention/residual/{residual}",
     summary="Free a saved forward",
     status_code=204,
     response_class=Response,
-    responses=schemas.responses(None, 401, 404, 410, 422, 429, 500, 503, 504),
+    responses=schemas.responses(None, 401, 403, 404, 410, 422, 429, 500, 503, 504),
 )
-async def release(request: Request, residual: str, front: FrontEnd, owner: Owner) -> Response:
+async def release(request: Request, residual: str, front: FrontEnd, caller: CallerOf) -> Response:
     """It frees itself when its time to live has passed."""
-    worker = front.worker_of_residual(residual, owner)
+    worker = front.worker_of_residual(residual, caller)
     options = {"residual": residual}
-    await front.compute(request, "release", options, None, owner=owner, worker=worker)
+    await front.compute(request, "release", options, None, caller=caller, worker=worker)
     return Response(status_code=204)
 
 
@@ -236,18 +230,20 @@ async def readyz(front: FrontEnd) -> dict[str, Any]:
     return {"ready": True, "workers": len(front.pool.facts)}
 
 
-@_keyed.head("/info", include_in_schema=False)
-@_keyed.get("/info", summary="What this server is", responses=schemas.responses(None, 401))
-async def info(front: FrontEnd) -> dict[str, Any]:
-    """Workers and their devices, dtypes, limits, versions, and what each backend supports."""
-    return describe(front.settings, front.pool.facts)
+@_info.head("/info", include_in_schema=False)
+@_info.get("/info", summary="What this server is", responses=schemas.responses(None, 401, 403))
+async def info(front: FrontEnd, caller: CallerOf) -> dict[str, Any]:
+    """Workers and their devices, dtypes, the caller's limits, versions, and what each backend
+    supports.
+    """
+    return describe(caller.settings, front.pool.facts)
 
 
-@_keyed.get(
+@_metrics.get(
     "/metrics",
     summary="Prometheus metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}}}, **schemas.responses(None, 401)},
+    responses={200: {"content": {"text/plain": {}}}, **schemas.responses(None, 401, 403)},
 )
 async def get_metrics(front: FrontEnd) -> Response:
     """What this front end counted."""
@@ -262,7 +258,8 @@ async def openapi(request: Request) -> JSONResponse:
 
 @_keyed.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
-    return HTMLResponse(reference.page(request.app.openapi(), str(request.base_url)))
+    page = reference.page(request.app.openapi(), str(request.base_url))
+    return HTMLResponse(page, headers={"content-security-policy": reference.POLICY})
 
 
 def accepted(request: Request) -> str:

@@ -34,15 +34,16 @@ async def read(request: Request, settings: Settings, schema: wire.Schema) -> Mes
     limit = settings.max_body_bytes
     if media_type == JSON:
         limit = min(limit, json_codec.MAX_BYTES)
+    limits = limits_of(settings, limit)
     total = _content_length(request, limit)
     chunks = _chunks(request, limit, settings.min_upload_rate)
     if media_type == JSON:
         body = b"".join([chunk async for chunk in chunks])
-        message = await asyncio.to_thread(json_codec.decode, body, schema)
+        message = await asyncio.to_thread(json_codec.decode, body, schema, limits)
         return _in_memory(message)
     store = _Store()
     try:
-        decoded = await _decode(chunks, store, schema, limit, total)
+        decoded = await _decode(chunks, store, schema, limits, total)
         if schema.payload:
             _place_offsets(decoded, store)
         return Message(decoded.options, decoded.tensors, *store.take())
@@ -51,6 +52,18 @@ async def read(request: Request, settings: Settings, schema: wire.Schema) -> Mes
         raise Refusal(exc.code, said, field=exc.field, reasons=(said,)) from None
     finally:
         store.close()
+
+
+def limits_of(settings: Settings, max_message: int) -> wire.Limits:
+    """What a message may have, as the settings say."""
+    return wire.Limits(
+        max_message=max_message,
+        max_header=settings.max_message_header_bytes,
+        max_depth=settings.max_nesting,
+        max_keys=settings.max_map_keys,
+        max_rank=settings.max_rank,
+        max_elements=settings.max_elements,
+    )
 
 
 def media_type_of(request: Request) -> str:
@@ -108,10 +121,10 @@ async def _decode(
     chunks: AsyncIterator[bytes],
     store: _Store,
     schema: wire.Schema,
-    limit: int,
+    limits: wire.Limits,
     total: int | None,
 ) -> wire.Message:
-    decoder = wire.Decoder(schema, wire.Limits(max_message=limit), total=total)
+    decoder = wire.Decoder(schema, limits, total=total)
     async for chunk in chunks:
         store.add(chunk)
         if store.size >= decoder.need and not decoder.done:

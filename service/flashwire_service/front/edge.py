@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
+from flashwire_service.front import headers as reply_headers
 from flashwire_service.front import problems
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.logs import Log
@@ -70,7 +71,7 @@ class Edge:
             body_read=_is_skippable(headers),
         )
         scope.setdefault("state", {})["request_id"] = exchange.id
-        receive, send = _counted(exchange, receive, send)
+        receive, send = _counted(exchange, scope["scheme"] == "https", receive, send)
         with self._metrics.in_flight.track_inprogress():
             try:
                 if exchange.origin and _is_preflight(scope, headers):
@@ -148,8 +149,13 @@ def _is_skippable(headers: Headers) -> bool:
     return int(headers.get("content-length", "0")) <= _SKIPPED
 
 
-def _counted(exchange: _Exchange, receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """The same channel, seen by the exchange, which adds its headers to the reply."""
+def _counted(
+    exchange: _Exchange, secure: bool, receive: Receive, send: Send
+) -> tuple[Receive, Send]:
+    """The same channel, seen by the exchange, which adds its headers to the reply; `secure` when
+    it is TLS.
+    """
+    security = reply_headers.of_reply(secure=secure)
 
     async def counting_receive() -> Event:
         event = await receive()
@@ -163,6 +169,8 @@ def _counted(exchange: _Exchange, receive: Receive, send: Send) -> tuple[Receive
             exchange.status = event["status"]
             headers = MutableHeaders(raw=event.setdefault("headers", []))
             headers["x-request-id"] = exchange.id
+            for name, value in security.items():
+                headers.setdefault(name, value)
             if not exchange.body_read:  # what is still coming must not be taken for a request
                 headers["connection"] = "close"
             if exchange.origin:

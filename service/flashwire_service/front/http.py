@@ -12,7 +12,9 @@ head, or a byte now and then, does not keep a connection.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from uvicorn.config import Config
@@ -20,11 +22,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from flashwire_service.errors import Refusal
-from flashwire_service.front import problems
+from flashwire_service.front import headers, problems
 
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
 _MAX_DIGITS = 19  # of a 64-bit length
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 3986, section 3.2.2, with a port
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
@@ -89,7 +92,7 @@ class Protocol(HttpToolsProtocol):
         upgrade = self.parser.should_upgrade()
         refusal = self._objection(upgrade)
         if refusal is not None:
-            self.app = _answering(refusal)
+            self.app = _answering(refusal, self._security)
         try:
             super().on_headers_complete()
         finally:
@@ -110,6 +113,10 @@ class Protocol(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a client may offer what it likes."""
+
+    @property
+    def _security(self) -> dict[str, str]:
+        return headers.of_reply(secure=self.scheme == "https")
 
     @property
     def expects_more(self) -> bool:
@@ -156,6 +163,14 @@ class Protocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.max_header_bytes:
             return self._headers_too_large()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return Refusal("malformed", "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            return Refusal("malformed", "a request has one Host header")
+        if any(not _HOST.fullmatch(host) for host in hosts):
+            return Refusal("malformed", "Host is not the name of one")
         for name, value in self.headers:
             if name == b"content-length" and len(value) > _MAX_DIGITS:
                 return Refusal("malformed", "Content-Length has too many digits")
@@ -187,7 +202,7 @@ class Protocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-        self.transport.write(_whole_reply(refusal))
+        self.transport.write(_whole_reply(refusal, self._security))
         self.transport.close()
 
 
@@ -215,17 +230,21 @@ class _Lingering:
         return getattr(self._transport, name)
 
 
-def _whole_reply(refusal: Refusal) -> bytes:
+def _whole_reply(refusal: Refusal, security: Mapping[str, str]) -> bytes:
     request_id = secrets.token_hex(12)
     body = problems.encode(refusal, request_id)
-    head = (
-        f"content-type: {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
-        f"x-request-id: {request_id}\r\nconnection: close\r\n\r\n"
-    )
+    lines = {
+        "content-type": problems.MEDIA_TYPE,
+        "content-length": len(body),
+        "x-request-id": request_id,
+        "connection": "close",
+        **security,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
     return STATUS_LINE[refusal.row.status] + head.encode("ascii") + body
 
 
-def _answering(refusal: Refusal) -> Any:
+def _answering(refusal: Refusal, security: Mapping[str, str]) -> Any:
     """An application that gives one answer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -233,6 +252,7 @@ def _answering(refusal: Refusal) -> Any:
         response = problems.response(refusal, request_id)
         response.headers["x-request-id"] = request_id
         response.headers["connection"] = "close"
+        response.headers.update(security)
         await response(scope, receive, send)
 
     return app

@@ -16,6 +16,11 @@ from flashwire_service.settings import Settings
 _LIMITS = (
     "max_body_bytes",
     "max_header_bytes",
+    "max_message_header_bytes",
+    "max_nesting",
+    "max_map_keys",
+    "max_rank",
+    "max_elements",
     "max_timeout_ms",
     "queue_requests",
     "queue_bytes",

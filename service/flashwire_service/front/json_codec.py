@@ -23,20 +23,18 @@ from flashwire_service.errors import Refusal
 from flashwire_service.front.message import Message, quoted, type_name
 
 MAX_BYTES = 2**20
-MAX_NESTING = 32
-MAX_RANK = wire.Limits().max_rank
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # An unfinished string runs to the end, and nothing is tried twice: each byte is looked at once.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
-def decode(body: bytes, schema: wire.Schema) -> Message:
-    """The message in a JSON body of a route.
+def decode(body: bytes, schema: wire.Schema, limits: wire.Limits) -> Message:
+    """The message in a JSON body of a route. Its size has been checked.
 
     Raises Refusal: malformed (400) for what is no JSON or contradicts itself, invalid (422) for
     values of a wrong type or beyond their dtype.
     """
-    values = parse(body)
+    values = parse(body, limits)
     options: dict[str, Any] = {}
     tensors: dict[str, wire.TensorRef] = {}
     data = bytearray()
@@ -44,8 +42,10 @@ def decode(body: bytes, schema: wire.Schema) -> Message:
     def place(name: str, value: object) -> None:
         if not schema.payload:
             tensors[name] = _described(name, value)
+            _check_rank(name, tensors[name].shape, limits)
             return
         dtype, shape, raw = _tensor(name, value)
+        _check_rank(name, shape, limits)
         data.extend(bytes(-len(data) % wire.ALIGNMENT))
         tensors[name] = wire.TensorRef(dtype, shape, ((len(data), len(raw)),) if raw else ())
         data.extend(raw)
@@ -54,14 +54,22 @@ def decode(body: bytes, schema: wire.Schema) -> Message:
     return Message(options, tensors, bytes(data), len(data))
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """A JSON object, strictly: no repeated key, no NaN literal, no number beyond float64."""
-    if _nesting(body) > MAX_NESTING:
-        raise Refusal("malformed", f"JSON nested more than {MAX_NESTING} deep")
+def parse(body: bytes, limits: wire.Limits) -> dict[str, Any]:
+    """A JSON object, strictly: no repeated key, no NaN literal, no number beyond float64.
+
+    Lists nest as deeply as anywhere, and once more for each dimension of a tensor.
+    """
+    deepest = limits.max_depth + limits.max_rank
+    if _nesting(body) > deepest:
+        raise Refusal("malformed", f"JSON nested more than {deepest} deep")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return _object(pairs, limits.max_keys)
+
     try:
         values = json.loads(
             body.decode("utf-8"),
-            object_pairs_hook=_object,
+            object_pairs_hook=unique,
             parse_constant=_refuse_constant,
             parse_float=_float,
             parse_int=_int,
@@ -84,7 +92,9 @@ def _nesting(body: bytes) -> int:
     return int(depth.max(initial=0))
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]], most: int) -> dict[str, Any]:
+    if len(pairs) > most:
+        raise Refusal("malformed", f"an object has {len(pairs)} keys, the limit is {most}")
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()
@@ -181,9 +191,12 @@ def _dtype(name: str, value: object) -> str:
 def _shape(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise _malformed(name, "shape must be a list of non-negative integers below 2**63")
-    if len(value) > MAX_RANK:
-        raise _malformed(name, f"has {len(value)} dimensions, the limit is {MAX_RANK}")
     return tuple(value)
+
+
+def _check_rank(name: str, shape: tuple[int, ...], limits: wire.Limits) -> None:
+    if len(shape) > limits.max_rank:
+        raise _malformed(name, f"has {len(shape)} dimensions, the limit is {limits.max_rank}")
 
 
 def _agreed(

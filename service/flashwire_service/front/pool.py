@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +14,10 @@ from typing import Any, Protocol
 
 from flashwire.wire import TensorRef
 from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
+from flashwire_service.front.evidence import Evidence
 from flashwire_service.ipc.channel import AsyncChannel, Channel, ChannelClosed, PacketTooLarge
 from flashwire_service.ipc.frames import (
+    Acquit,
     Attach,
     Cancel,
     Drain,
@@ -23,10 +26,16 @@ from flashwire_service.ipc.frames import (
     Hello,
     Job,
     Ready,
+    Reload,
     Reply,
+    State,
+    Suspect,
     TensorSlot,
 )
+from flashwire_service.ipc.heartbeat import Heartbeat
 from flashwire_service.ipc.memory import Memory
+from flashwire_service.keys import Keyring
+from flashwire_service.quarantine import Quarantine
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +48,8 @@ class Work:
     body: bytes | Memory = b""
     size: int = 0
     owner: str = ""
+    max_queued: int | None = None
+    max_residual_bytes: int | None = None
     accept: str = "msgpack"
     timeout_s: float
 
@@ -69,23 +80,47 @@ class _Worker:
     index: int
     channel: AsyncChannel
     hello: Hello | None = None
+    heartbeat: Heartbeat | None = None  # None when there was no descriptor for it
     waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    given_up: tuple[int, Evidence] | None = None  # the job that it computes for nobody
+
+    @property
+    def computing(self) -> int:
+        """The id of the job that it computes, or computed when it ended; 0: none, or unknown."""
+        return 0 if self.heartbeat is None else self.heartbeat.job
+
+
+class _WorkerDied(Refusal):
+    """Its worker has ended; `computing` when it was this request that the worker was at."""
+
+    def __init__(self, *, computing: bool = False) -> None:
+        super().__init__("worker_died", "the worker that computed this request has ended")
+        self.computing = computing
 
 
 class Pool:
     """Attached workers. Use it from its event loop only.
 
-    on_drain(grace) is called when the supervisor wants this process to finish and end,
-    on_orphaned() when the supervisor is gone, or a worker that it sent did not arrive: this process
-    is then better replaced.
+    on_drain(grace) is called when the supervisor wants this process to finish and end, on_reload
+    with the keys that hold from now on, on_orphaned() when the supervisor is gone, or a worker that
+    it sent did not arrive: this process is then better replaced.
     """
 
-    def __init__(self, on_drain: Callable[[float], None], on_orphaned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_drain: Callable[[float], None],
+        on_orphaned: Callable[[], None],
+        on_reload: Callable[[Keyring], None] = lambda _: None,
+        quarantine_s: float = 3600.0,
+    ) -> None:
         self._on_drain = on_drain
+        self._on_reload = on_reload
         self._on_orphaned = on_orphaned
         self._control: AsyncChannel | None = None
         self._workers: dict[int, _Worker] = {}
-        self._ids = itertools.count(1)
+        self._ids = itertools.count((os.getpid() << 32) + 1)  # no other front end's
+        self._suspects = Quarantine(quarantine_s)
+        self._blaming: set[asyncio.Task[None]] = set()
         self.draining = False
 
     def listen(self, control: Channel) -> None:
@@ -123,22 +158,43 @@ class Pool:
         """Be ready no more. Requests in flight go on."""
         self.draining = True
 
+    def sweep(self) -> None:
+        """Let go of what was given up and is no more computed. To be called now and then."""
+        for worker in self._workers.values():
+            if worker.given_up is not None and worker.given_up[0] != worker.computing:
+                worker.given_up = None
+
     async def run(self, work: Work, worker: int | None = None) -> Answer:
         """The answer of the least busy worker, or of the named one. The caller closes its memory.
 
-        Work is pure: where its worker dies, another one that is ready gets it, once.
+        Work is pure: where its worker dies, another one that is ready gets it, once; unless its
+        computing has ended two.
 
-        Raises Refusal: what the worker refused; no_worker; worker_died; deadline_exceeded; gone
-        when the named worker is not there; queue_full when there is no descriptor left. When
-        cancelled, it tells the worker that nobody waits.
+        Raises Refusal: what the worker refused; no_worker; worker_died; quarantined;
+        deadline_exceeded; gone when the named worker is not there; queue_full when there is no
+        descriptor left. When cancelled, it tells the worker that nobody waits.
         """
         deadline = time.monotonic() + work.timeout_s
+        suspect = await self._known_suspect(work)
         try:
-            return await self._run_on(self._choose(worker), work, deadline)
-        except Refusal as refusal:
-            if refusal.code != "worker_died" or worker is not None or not self._ready():
+            answer = await self._run_on(self._choose(worker), work, deadline)
+        except _WorkerDied as died:
+            if died.computing:
+                suspect = await self._blame(Evidence.of(work))
+            if worker is not None or not self._ready():
                 raise
-        return await self._run_on(self._choose(None), work, deadline)
+            answer = await self._run_again(work, deadline)
+        if suspect is not None and self._suspects.survived(suspect):
+            self._report(Acquit(digest=suspect))
+        return answer
+
+    async def _run_again(self, work: Work, deadline: float) -> Answer:
+        try:
+            return await self._run_on(self._choose(None), work, deadline)
+        except _WorkerDied as died:
+            if died.computing:
+                await self._blame(Evidence.of(work))
+            raise
 
     async def _run_on(self, chosen: _Worker, work: Work, deadline: float) -> Answer:
         job = self._job(work, deadline)
@@ -150,18 +206,54 @@ class Pool:
             async with asyncio.timeout(deadline - time.monotonic()):
                 return await future
         except ChannelClosed:
-            raise _died() from None
+            raise _WorkerDied from None
         except PacketTooLarge:
             raise Refusal("malformed", "the options and headers are too large") from None
         except TimeoutError:
-            _tell(chosen, Cancel(id=job.id))
+            _give_up(chosen, job, work)
             limit = round(work.timeout_s * 1000)
             raise Refusal("deadline_exceeded", f"there was no answer within {limit} ms") from None
         except asyncio.CancelledError:
-            _tell(chosen, Cancel(id=job.id))
+            _give_up(chosen, job, work)
             raise
         finally:
             del chosen.waiting[job.id]
+
+    async def _known_suspect(self, work: Work) -> bytes | None:
+        """The digest of work that may be in the book of suspects. Raises Refusal (quarantined)."""
+        if self._suspects.empty:
+            return None
+        evidence = Evidence.of(work)
+        if not self._suspects.knows(evidence.head):
+            return None
+        digest = await evidence.digest()
+        self._refuse(digest)
+        return digest
+
+    async def _blame(self, evidence: Evidence) -> bytes:
+        """A worker ended of it. Returns its digest, or raises Refusal (quarantined)."""
+        digest = await evidence.digest()
+        if not self.draining:
+            self._suspects.died(evidence.head, digest)
+            self._report(Suspect(head=evidence.head, digest=digest))
+            self._refuse(digest)
+        return digest
+
+    async def _blame_unheard(self, evidence: Evidence) -> None:
+        with contextlib.suppress(Refusal):  # its caller has left
+            await self._blame(evidence)
+
+    def _refuse(self, digest: bytes) -> None:
+        if self._suspects.refuses(digest):
+            raise Refusal(
+                "quarantined",
+                "two workers ended while they computed this very request, so it is refused for now",
+            )
+
+    def _report(self, frame: Suspect | Acquit) -> None:
+        if self._control is not None:
+            with contextlib.suppress(ChannelClosed):  # the supervisor is gone, and soon this is
+                self._control.send(frame)
 
     def _ready(self) -> list[_Worker]:
         return [w for w in self._workers.values() if w.hello]
@@ -188,6 +280,8 @@ class Pool:
             size=work.size,
             body=work.body if isinstance(work.body, bytes) else None,
             owner=work.owner,
+            max_queued=work.max_queued,
+            max_residual_bytes=work.max_residual_bytes,
             accept=work.accept,
             received=time.monotonic(),
             deadline=deadline,
@@ -199,13 +293,17 @@ class Pool:
                 self.attach(frame.peer, socket.socket(fileno=fd))
             case Attach():  # there was no descriptor for it, and nobody will send it again
                 self._on_orphaned()
+            case State():
+                self._suspects.install(frame.suspects)
+            case Reload():
+                self._on_reload(Keyring.unpacked(frame.keys))
             case Drain():
                 self._on_drain(frame.grace)
 
     def _on_frame(self, worker: _Worker, frame: Frame, fd: int | None) -> None:
         match frame:
             case Hello():
-                worker.hello = frame
+                worker.hello, worker.heartbeat = frame, _heartbeat(fd)
             case Reply():
                 self._on_reply(worker, frame, fd)
             case Failure():
@@ -241,9 +339,18 @@ class Pool:
         worker.channel.close()
         if self._workers.get(worker.index) is worker:
             del self._workers[worker.index]
-        for future in worker.waiting.values():
+        computing = worker.computing
+        for number, future in worker.waiting.items():
             if not future.done():
-                future.set_exception(_died())
+                future.set_exception(_WorkerDied(computing=number == computing))
+        if worker.given_up is not None and worker.given_up[0] == computing:
+            task = asyncio.ensure_future(self._blame_unheard(worker.given_up[1]))
+            self._blaming.add(task)
+            task.add_done_callback(self._blaming.discard)
+        worker.given_up = None
+        if worker.heartbeat is not None:
+            worker.heartbeat.close()
+            worker.heartbeat = None
 
 
 def _unanswered(worker: _Worker, job_id: int) -> asyncio.Future[Answer] | None:
@@ -258,5 +365,19 @@ def _tell(worker: _Worker, frame: Frame) -> None:
         worker.channel.send(frame)
 
 
-def _died() -> Refusal:
-    return Refusal("worker_died", "the worker that computed this request has ended")
+def _give_up(worker: _Worker, job: Job, work: Work) -> None:
+    """Nobody waits for this job any more. If it is being computed, it may yet end its worker."""
+    _tell(worker, Cancel(id=job.id))
+    if worker.computing == job.id:
+        with contextlib.suppress(OSError):  # no mapping to be had: its death would go unexplained
+            worker.given_up = job.id, Evidence.of(work)
+
+
+def _heartbeat(fd: int | None) -> Heartbeat | None:
+    """A worker's page, where there was a descriptor and a mapping to be had for it."""
+    try:
+        return None if fd is None else Heartbeat.receive(fd)
+    except OSError as exc:
+        if not is_exhaustion(exc):
+            raise
+        return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -15,6 +17,11 @@ table { border-collapse: collapse }
 td, th { border-bottom: 1px solid #8884; padding: .2em 1em .2em 0; text-align: left;
 vertical-align: top }
 """
+# What a browser may do with the page: show this one style sheet, and nothing else.
+POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; style-src "
+    f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
+)
 Json = Mapping[str, Any]
 
 

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from flashwire_service.front.access import Access
 from flashwire_service.front.app import create_app
 from flashwire_service.front.http import Protocol
 from flashwire_service.front.pool import Pool
+from flashwire_service.keys import Keyring
 from flashwire_service.logs import Log
 from flashwire_service.process import Adopted, adopt
 from flashwire_service.settings import Settings
+from flashwire_service.tls import Certificate, TLSError
 
 
 class Server(uvicorn.Server):
@@ -25,9 +28,19 @@ class Server(uvicorn.Server):
 
     def __init__(self, adopted: Adopted, log: Log) -> None:
         self._adopted = adopted
-        self.pool = Pool(on_drain=self.drain, on_orphaned=_orphaned)
-        app = create_app(adopted.settings, self.pool, log)
-        super().__init__(config_of(app, adopted.settings))
+        self._log = log
+        settings = adopted.settings
+        self.pool = Pool(
+            on_drain=self.drain,
+            on_orphaned=_orphaned,
+            on_reload=self.reload,
+            quarantine_s=settings.quarantine_s,
+        )
+        self._app = create_app(settings, self.pool, log)
+        self._certificate = (
+            Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+        )
+        super().__init__(config_of(self._app, settings, self._certificate))
 
     async def run_until_drained(self) -> None:
         """Serve on the inherited socket until a Drain frame, then finish what is in flight."""
@@ -41,22 +54,40 @@ class Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = max(1, round(grace))
         self.should_exit = True
 
+    def reload(self, keys: Keyring) -> None:
+        """From now on these keys hold, and the certificate is what its files say."""
+        access: Access = self._app.state.access
+        access.install(keys)
+        if self._certificate is None:
+            return
+        try:
+            self._certificate.reload()
+            self._log.info("certificate read")
+        except TLSError as e:
+            self._log.error("certificate not read, the one before stays", why=str(e))
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until told to end."""
+    """Serve until told to end. The exit code is EX_CONFIG when the TLS certificate is no good."""
     adopted = adopt(arguments)
     log = Log(f"front-{adopted.index}", adopted.settings.log_level)
     logging.getLogger("uvicorn").addHandler(_Forward(log))
-    server = Server(adopted, log)
+    try:
+        server = Server(adopted, log)
+    except TLSError as e:  # read well when the service began, and changed since
+        log.error("certificate not read", why=str(e))
+        return os.EX_CONFIG
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.run_until_drained())
     return os.EX_OK
 
 
-def config_of(app: object, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves our application."""
+def config_of(
+    app: object, settings: Settings, certificate: Certificate | None = None
+) -> uvicorn.Config:
+    """How uvicorn serves our application; over TLS where there is a certificate."""
     Protocol.max_header_bytes = settings.max_header_bytes
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=Protocol,
         ws="none",
@@ -68,6 +99,10 @@ def config_of(app: object, settings: Settings) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # a float will do
     )
+    if certificate is not None:
+        config.load()
+        config.ssl = certificate.context
+    return config
 
 
 def _orphaned() -> None:

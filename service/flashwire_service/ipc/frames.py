@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import msgpack
+
+from flashwire_service.quarantine import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,23 @@ class Job:
     options   validated by the front end, defaults omitted
     accept    "msgpack" or "json": the form of the reply's body
     owner     digest of the caller's key, "" without keys
+    max_queued, max_residual_bytes
+              what this owner may have of the worker's queue and saved forwards; None: all of it
+    device_bytes
+              memory that computing it is estimated to need: inputs, results and what lies between
     """
 
     kind: ClassVar[str] = "job"
-    id: int
+    id: int  # unique among all front ends
     route: str  # "attention", "backward", "check", "release"
     options: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, TensorSlot] = field(default_factory=dict)
     size: int = 0
     body: bytes | None = None
     owner: str = ""
+    max_queued: int | None = None
+    max_residual_bytes: int | None = None
+    device_bytes: int = 0
     accept: str = "msgpack"
     received: float = 0.0
     deadline: float = 0.0
@@ -54,7 +63,9 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A worker has computed a real answer on its device and takes jobs. `facts` feed /info."""
+    """A worker has computed a real answer on its device and takes jobs. `facts` feed /info. The
+    page of its heartbeat rides along: it tells what was being computed when the worker ended.
+    """
 
     kind: ClassVar[str] = "hello"
     worker: int
@@ -122,6 +133,16 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reload:
+    """From the supervisor to a front: only these keys hold from now on (Keyring.packed()), and the
+    files of the TLS certificate are to be read again.
+    """
+
+    kind: ClassVar[str] = "reload"
+    keys: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """From the supervisor: take no new work, finish what is there, end."""
 
@@ -129,10 +150,36 @@ class Drain:
     grace: float
 
 
-Frame = Job | Cancel | Hello | Reply | Failure | Start | Ready | Attach | Drain
-_KINDS: dict[str, type[Any]] = {
-    t.kind: t for t in (Job, Cancel, Hello, Reply, Failure, Start, Ready, Attach, Drain)
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """To the supervisor: a worker has ended while it computed this request (quarantine.py)."""
+
+    kind: ClassVar[str] = "suspect"
+    head: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquit:
+    """To the supervisor: a worker has answered this suspect, and lives."""
+
+    kind: ClassVar[str] = "acquit"
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """From the supervisor to a front, at its start and on every change: what all should know."""
+
+    kind: ClassVar[str] = "state"
+    suspects: tuple[Entry, ...] = ()
+
+
+Frame = (
+    Job | Cancel | Hello | Reply | Failure
+    | Start | Ready | Attach | Reload | Drain | Suspect | Acquit | State
+)  # fmt: skip
+_KINDS: dict[str, type[Any]] = {t.kind: t for t in get_args(Frame)}
 
 
 def encode(frame: Frame) -> bytes:
@@ -142,6 +189,8 @@ def encode(frame: Frame) -> bytes:
         values["tensors"] = {
             name: (t.dtype, t.shape, t.segments) for name, t in frame.tensors.items()
         }
+    elif isinstance(frame, State):
+        values["suspects"] = [dataclasses.astuple(entry) for entry in frame.suspects]
     packed: bytes = msgpack.packb({"kind": frame.kind, **values})
     return packed
 
@@ -152,5 +201,7 @@ def decode(packet: bytes | memoryview) -> Frame:
     frame_type = _KINDS[values.pop("kind")]
     if frame_type is Job:
         values["tensors"] = {name: TensorSlot(*slot) for name, slot in values["tensors"].items()}
+    elif frame_type is State:
+        values["suspects"] = tuple(Entry(*row) for row in values["suspects"])
     frame: Frame = frame_type(**values)
     return frame

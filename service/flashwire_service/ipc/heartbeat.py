@@ -1,7 +1,8 @@
-"""How a worker shows that its compute loop turns: two numbers on a shared page.
+"""How a process shows that its loop turns: a few numbers on a shared page.
 
 Only the loop writes them, so a side thread cannot vouch for it. Each is one aligned 8-byte store,
-and their order is such that a reader between two stores never sees a worker older than it is.
+and their order is such that a reader between two stores never sees a worker older than it is. The
+page outlives its process, and says what it was computing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from flashwire_service.ipc.memory import Memory
 
 SIZE = 4096
-IDLE_LIMIT_S = 2.0  # idle and silent for longer is hung
+IDLE_LIMIT_S = 2.0  # a worker idle and silent for longer is hung
 BEAT_S = 0.5  # how often an idle loop beats
 
 
@@ -21,6 +22,7 @@ class Heartbeat:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._cells = memory.view[:16].cast("d")  # last beat, busy until
+        self._job = memory.view[16:24].cast("Q")
 
     @classmethod
     def create(cls) -> Heartbeat:
@@ -31,12 +33,14 @@ class Heartbeat:
         return cls(Memory.receive(fd, SIZE))
 
     def idle(self) -> None:
-        """Written by the compute loop: ready, and waiting for work."""
+        """Written by the loop: ready, and waiting for work."""
         self._cells[0] = time.monotonic()
         self._cells[1] = 0.0
+        self._job[0] = 0
 
-    def busy(self, until: float) -> None:
-        """Written by the compute loop: at work that may last until then."""
+    def busy(self, until: float, job: int = 0) -> None:
+        """Written by the loop: at work that may last until then, on the job of this id if any."""
+        self._job[0] = job
         self._cells[1] = until
         self._cells[0] = time.monotonic()
 
@@ -44,17 +48,23 @@ class Heartbeat:
     def started(self) -> bool:
         return bool(self._cells[0])
 
-    def complaint(self, now: float) -> str | None:
+    @property
+    def job(self) -> int:
+        """The id of the job that is being computed, or was when the process ended; 0: none."""
+        return self._job[0]
+
+    def complaint(self, now: float, idle_limit: float = IDLE_LIMIT_S) -> str | None:
         """Why the loop counts as hung, or None."""
         until, beat = self._cells[1], self._cells[0]
         if until:
             late = now - until
             return f"busy {late:.1f} s beyond its limit" if late > 0 else None
         silent = now - beat
-        if beat and silent > IDLE_LIMIT_S:
+        if beat and silent > idle_limit:
             return f"idle and silent for {silent:.1f} s"
         return None
 
     def close(self) -> None:
         self._cells.release()
+        self._job.release()
         self.memory.close()

@@ -1,0 +1,80 @@
+"""A good request among many connections that only take up room.
+
+    python bench/crowd.py [--slow 100] [--idle 500] [--times 60] [--limit 2]
+
+Exit status 1 when the median of its time, while `--slow` uploads crawl and `--idle` connections are
+open, exceeds `--limit` times that of a server without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from multiprocessing.synchronize import Event
+
+from load.connection import Connection, Request
+from load.service import Service
+from load.timing import Others, attention, latencies
+
+SIZE = (8, 256, 64)  # heads, length, dim of the good request
+SLOW_SIZE = (8, 1024, 64)  # 6 MiB
+PIECE, EVERY_S = 8 * 2**10, 0.25  # twice the rate below which an upload is cut off
+PAUSE_S = 0.02
+ROUNDS = 3
+
+
+def main(chosen: argparse.Namespace) -> int:
+    request = attention(*SIZE)
+    alone: list[float] = []
+    crowded: list[float] = []
+    with Service("--log-level", "warning") as service:
+        service.wait_whole()
+        where = service.host, service.port
+        latencies(*where, request, 20, PAUSE_S)  # to warm up
+        for _ in range(ROUNDS):
+            alone += latencies(*where, request, chosen.times, PAUSE_S)
+            with Others(crowd, *where, chosen.slow, chosen.idle):
+                crowded += latencies(*where, request, chosen.times, PAUSE_S)
+    before, among = (1000 * statistics.median(found) for found in (alone, crowded))
+    print(
+        f"a good request: {before:.2f} ms alone, {among:.2f} ms among {chosen.slow} slow uploads "
+        f"and {chosen.idle} idle connections: {among / before:.2f} times (limit {chosen.limit:g})"
+    )
+    return int(among > chosen.limit * before)
+
+
+async def crowd(ready: Event, host: str, port: int, slow: int, idle: int) -> None:
+    """Until killed. Every other idle connection has asked for something before."""
+    kept = [await Connection.open(host, port) for _ in range(idle)]
+    for connection in kept[::2]:
+        await connection.send(Request(method="GET", path="/healthz").whole())
+        await connection.reply()
+    whole = attention(*SLOW_SIZE).whole()
+    async with asyncio.TaskGroup() as uploads:
+        for _ in range(slow):
+            uploads.create_task(_upload(await Connection.open(host, port), whole))
+        await asyncio.sleep(2 * EVERY_S)
+        ready.set()
+
+
+async def _upload(connection: Connection, whole: bytes) -> None:
+    for at in range(0, len(whole), PIECE):
+        await connection.send(whole[at : at + PIECE])
+        await asyncio.sleep(EVERY_S)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slow", type=int, default=100, help="uploads")
+    parser.add_argument("--idle", type=int, default=500, help="connections")
+    parser.add_argument("--times", type=int, default=60, help="good requests in each of the rounds")
+    parser.add_argument("--limit", type=float, default=2.0, help="on the ratio of medians")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main(_arguments()))

@@ -1,0 +1,98 @@
+"""What the kernel tells of a service's processes: memory, descriptors, threads, and who is left."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_ROLES = {"flashwire_service.compute.worker": "worker", "flashwire_service.front.server": "front"}
+_GONE = (FileNotFoundError, ProcessLookupError)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a process holds. `rss` in bytes, shared memory included."""
+
+    rss: int
+    descriptors: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A living process of a service. `role` is "supervisor", "worker", "front" or "other"."""
+
+    pid: int
+    role: str
+    use: Use
+
+
+def family(supervisor: int) -> list[Process]:
+    """The supervisor and its living children."""
+    found = [Process(supervisor, "supervisor", use_of(supervisor))]
+    for pid in children(supervisor):
+        try:
+            found.append(Process(pid, _role(pid), use_of(pid)))
+        except _GONE:
+            continue
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Dead ones that nobody has buried included."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def use_of(pid: int) -> Use:
+    proc = Path(f"/proc/{pid}")
+    return Use(
+        rss=int((proc / "statm").read_text().split()[1]) * _PAGE,
+        descriptors=len(os.listdir(proc / "fd")),
+        threads=len(os.listdir(proc / "task")),
+    )
+
+
+def address_space(pid: int) -> int:
+    """Bytes mapped: what RLIMIT_AS counts."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * _PAGE
+
+
+def most(processes: list[Process]) -> dict[str, Use]:
+    """By role, the most that one process of it holds."""
+    found: dict[str, Use] = {}
+    for p in processes:
+        known = found.get(p.role, Use(0, 0, 0))
+        found[p.role] = Use(
+            max(known.rss, p.use.rss),
+            max(known.descriptors, p.use.descriptors),
+            max(known.threads, p.use.threads),
+        )
+    return found
+
+
+def of_session(session: int) -> list[int]:
+    """Processes of a session: what a service that has ended left behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The fields behind the name, which may hold spaces and brackets.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except _GONE:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """The names in /dev/shm, but for the semaphores of Python's multiprocessing: the judge's."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}  # noqa: S108
+
+
+def _role(pid: int) -> str:
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return next((role for module, role in _ROLES.items() if module in arguments), "other")

@@ -13,7 +13,7 @@ from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.dbias import bias_call
 from flashwire_kernels.fused.forward import call as forward_call
 from flashwire_kernels.fused.gradients import delta_call, row_numbers
-from flashwire_kernels.fused.keys import keys_call
+from flashwire_kernels.fused.keys import keys_calls
 from flashwire_kernels.fused.queries import queries_call
 from flashwire_kernels.tensors import Gradients, Inputs, Wanted
 from flashwire_kernels.validation import Problem
@@ -59,10 +59,11 @@ def backward(
     queries = _config("queries", problem, x)
     with _on(x.q.device):
         delta_call(problem, out, lse, dout, dlse, numbers, queries).launch()
-        keys_call(problem, x, saved, (dk, dv), by_key, _config("keys", problem, x)).launch()
+        for call in keys_calls(problem, x, saved, (dk, dv), by_key, _config("keys", problem, x)):
+            call.launch()
         queries_call(problem, x, saved, dlse, dq, terms, by_query, queries).launch()
         if bias is not None and bias.pairs is not None:
-            bias_call(problem, x, saved, bias.pairs, queries).launch()
+            bias_call(problem, x, saved, bias.pairs).launch()
     _fill_rest(problem.offsets_q, dq, 0)
     _fill_rest(problem.offsets_k, dk, 0)
     _fill_rest(problem.offsets_k, dv, 0)

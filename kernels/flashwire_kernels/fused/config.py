@@ -41,6 +41,7 @@ class Config:
     watching     of a forward, what to run with while it looks out for infinite products, which takes
                  registers; None is the same
     width        of a forward, columns of the head dimension at a time; 0 is all
+    apart        dk and dv have a launch each, where both do not fit into registers at once
     """
 
     m: int
@@ -53,6 +54,7 @@ class Config:
     width: int = 0
     floats: bool = False
     watching: Config | None = None
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("m", "n"):

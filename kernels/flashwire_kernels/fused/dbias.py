@@ -1,5 +1,5 @@
 """The gradient of a bias with an entry per (query, key): a program per tile of the bias itself,
-looping over the batch rows and heads that share it. No atomics.
+looping over the batch rows and heads that share it. No atomics, and nothing kept in between.
 """
 
 import torch
@@ -9,14 +9,12 @@ import triton.language as tl
 from flashwire_kernels.fused import arguments as args
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
-from flashwire_kernels.fused.gradients import gradient_tile
+from flashwire_kernels.fused.gradients import ds_tile, load_scalars, p_tile
 from flashwire_kernels.fused.primitives import (
-    INF,
     alignment,
     keep_tile,
     load_rows,
     row_pointers,
-    scalar_pointers,
     sequence_bounds,
     visible_range,
 )
@@ -25,45 +23,58 @@ from flashwire_kernels.validation import Problem
 
 
 @triton.jit
-def ds_tile(
-    q, k, v, dout, lse, delta, score, window, dropout, lengths, b, h, start_m, start_n,
-    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+def sum_heads(
+    total, q, k, v, dout, lse, delta, score, window, dropout, place_of, first_b, first_h, count,
+    heads, start_m, start_n,
+    EDGE: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
-    """ds of one tile of (b, h), float32 (M, N); 0 where hidden or beyond the sequence."""
-    first_q, len_q, first_k, len_k = sequence_bounds(lengths, b)
-    shift = alignment(len_q, len_k, BOTTOM_RIGHT)
-    rows = start_m + tl.arange(0, M)
-    cols = start_n + tl.arange(0, N)
-    seen = visible_range(
-        start_m, tl.minimum(start_m + M, len_q), len_k, shift, window.left, window.right
-    )
-    ds = tl.zeros([M, N], tl.float32)
-    if (start_m < len_q) & (start_n < seen[1]) & (start_n + N > seen[0]):
-        wanted_q, wanted_k = rows < len_q, cols < len_k
-        q_tile = load_rows(row_pointers(q, b, h, first_q + start_m, M, DIM_PAD), wanted_q, DIM)
-        do_tile = load_rows(
-            row_pointers(dout, b, h, first_q + start_m, M, DIM_V_PAD), wanted_q, DIM_V
-        )
+    """total, and ds of one tile of `count` heads in order: `heads` from first_h on of each batch
+    row from first_b on. place_of: (first query row, Lq, first key row, Lk, alignment) of them all.
+    """
+    first_q, len_q, first_k, len_k, shift = place_of
+    rows, cols = start_m + tl.arange(0, M), start_n + tl.arange(0, N)
+    wanted_q = None
+    wanted_k = None
+    if EDGE:
+        wanted_q = rows < len_q
+        wanted_k = cols < len_k
+    for n in range(count):
+        b, h = first_b + n // heads, first_h + n % heads
         h_kv = h // GROUP
+        q_tile = load_rows(row_pointers(q, b, h, first_q + start_m, M, DIM_PAD), wanted_q, DIM)
         k_tile = load_rows(row_pointers(k, b, h_kv, first_k + start_n, N, DIM_PAD), wanted_k, DIM)
-        v_tile = load_rows(
-            row_pointers(v, b, h_kv, first_k + start_n, N, DIM_V_PAD), wanted_k, DIM_V
-        )
-        row_lse = tl.load(scalar_pointers(lse, b, h, first_q + rows), mask=wanted_q, other=INF)
-        row_delta = tl.load(scalar_pointers(delta, b, h, first_q + rows), mask=wanted_q, other=0.0)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        do_pointers = row_pointers(dout, b, h, first_q + start_m, M, DIM_V_PAD)
+        v_pointers = row_pointers(v, b, h_kv, first_k + start_n, N, DIM_V_PAD)
+        do_tile = load_rows(do_pointers, wanted_q, DIM_V)
+        v_tile = load_rows(v_pointers, wanted_k, DIM_V)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        row_lse = load_scalars(lse, b, h, first_q + rows, wanted_q)
+        row_delta = load_scalars(delta, b, h, first_q + rows, wanted_q)
         keep = True
         if dropout is not None:
             keep = keep_tile(dropout, b, h, rows[:, None], start_n, M, N)
-        found = gradient_tile(
-            tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION),
-            tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION),
-            row_lse[:, None], row_delta[:, None], keep, None, score, window, dropout,
-            b, h, rows[:, None], cols[None, :], len_q, len_k, shift, True, FOLD,
+        p, visible, steepness = p_tile(
+            product, row_lse[:, None], None, score, window, b, h, rows[:, None], cols[None, :],
+            len_q, len_k, shift, EDGE, FOLD,
         )  # fmt: skip
-        ds = found[1]
-    return ds
+        ds, _ = ds_tile(p, dp, row_delta[:, None], keep, visible, steepness, score, dropout)
+        total += ds
+    return total
+
+
+@triton.jit
+def share(place_of, window, start_m, start_n, M: tl.constexpr, N: tl.constexpr):
+    """Whether something in a tile is visible, and whether all is."""
+    _, len_q, _, len_k, shift = place_of
+    lo, hi, all_lo, all_hi = visible_range(
+        start_m, tl.minimum(start_m + M, len_q), len_k, shift, window.left, window.right
+    )
+    some = (start_m < len_q) & (start_n < hi) & (start_n + N > lo)
+    whole = (start_m + M <= len_q) & (start_n >= all_lo) & (start_n + N <= all_hi)
+    return some, some & whole
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "bias_heads", "shared_rows", "shared_heads"])
@@ -83,11 +94,24 @@ def bias_kernel(
     own = pid // tiles_n // tiles_m
     own_b, own_h = own // bias_heads, own % bias_heads
     total = tl.zeros([M, N], tl.float32)
-    for n in range(shared_rows * shared_heads):
-        total += ds_tile(
-            q, k, v, dout, lse, delta, score, window, dropout, lengths,
-            own_b + n // shared_heads, own_h + n % shared_heads, start_m, start_n,
-            GROUP, BOTTOM_RIGHT, FOLD, PRECISION, M, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
+    # Of packed sequences each has its own bounds; dense rows share them, and are taken at once.
+    times, heads_each = shared_rows, shared_heads
+    if lengths.offsets_q is None:
+        times, heads_each = 1, shared_rows * shared_heads
+    for n in range(times):
+        first_q, len_q, first_k, len_k = sequence_bounds(lengths, own_b + n)
+        place_of = (first_q, len_q, first_k, len_k, alignment(len_q, len_k, BOTTOM_RIGHT))
+        some, whole = share(place_of, window, start_m, start_n, M, N)
+        total = sum_heads(
+            total, q, k, v, dout, lse, delta, score, window, dropout, place_of,
+            own_b + n, own_h, tl.where(whole, heads_each, 0), shared_heads, start_m, start_n,
+            False, GROUP, FOLD, PRECISION, M, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
+        )  # fmt: skip
+        total = sum_heads(
+            total, q, k, v, dout, lse, delta, score, window, dropout, place_of,
+            own_b + n, own_h, tl.where(some & ~whole, heads_each, 0), shared_heads,
+            start_m, start_n,
+            True, GROUP, FOLD, PRECISION, M, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
         )  # fmt: skip
     rows, cols = start_m + tl.arange(0, M), start_n + tl.arange(0, N)
     base = dbias.ptr + own_b.to(tl.int64) * dbias.batch + own_h.to(tl.int64) * dbias.head
@@ -98,16 +122,25 @@ def bias_kernel(
     tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=inside)
 
 
+def bias_config(problem: Problem, item_size: int) -> Config:
+    """Tiles as large as any GPU's registers and shared memory hold, by their bytes per row."""
+    row = (args.padded(problem.dim) + args.padded(problem.dim_v)) * item_size
+    m, n = (max(16, min(most, room // row)) for most, room in ((64, 32 << 10), (32, 16 << 10)))
+    return Config(m=m, n=n, warps=4, stages=2 if item_size == 2 else 1)
+
+
 def bias_call(
     problem: Problem,
     x: Inputs,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dbias: torch.Tensor,
-    config: Config,
 ) -> Call:
-    """Writes all of dbias, of rank 4 with Lq and Lk of its own; rows are dout, lse, delta."""
+    """Writes all of dbias, of rank 4 with Lq and Lk of its own. rows: dout, and what the delta
+    kernel wrote.
+    """
     packed, (dout, lse, delta) = problem.packed, rows
     score = args.score(problem, x)
+    config = bias_config(problem, x.q.element_size())
     bias_rows, bias_heads = dbias.shape[:2]
     tiles = -(-problem.len_q // config.m) * -(-problem.len_k // config.n)
     positional = (

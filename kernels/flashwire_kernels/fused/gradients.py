@@ -51,17 +51,14 @@ def in_sight(positions, start, length, shift, left, right, SIZE: tl.constexpr):
 
 
 @triton.jit
-def gradient_tile(
-    product, dp, lse, delta, keep, in_band, score, window, dropout, b, h, i, j,
-    len_q, len_k, shift, EDGE: tl.constexpr, FOLD: tl.constexpr,
+def p_tile(
+    product, lse, in_band, score, window, b, h, i, j, len_q, len_k, shift,
+    EDGE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """(p that dropout kept, ds, d (product * scale), visible) of a tile, from products q.k and
-    dout.v; lse is in units of log2. in_band: what the band shows of an
-    EDGE without mask and bias, or None.
+    """(p, visible, steepness) of a tile of products q.k, like score_tile; lse is in units of log2,
+    and p 0 where hidden. in_band: what the band shows of an EDGE without mask and bias, or None.
 
-    What is hidden is 0 in each; but without mask and bias it is NaN where dp or delta is not
-    finite, which belong to a key or query that something sees. A score need not be finite: where
-    it is not, the row's lse is not either.
+    A score need not be finite: where it is not, the row's lse is not either.
     """
     MASKED: tl.constexpr = score.mask is not None or score.bias is not None
     s, visible, steepness = score_tile(
@@ -75,9 +72,18 @@ def gradient_tile(
         p = tl.where(visible, p, 0.0)
     elif in_band is not None:
         p = tl.where(in_band, p, 0.0)
-    kept = p
+    return p, visible, steepness
+
+
+@triton.jit
+def ds_tile(p, dp, delta, keep, visible, steepness, score, dropout):
+    """(ds, d (product * scale)) of a tile from p, products dout.v, and what dropout keeps.
+
+    What a mask or bias hides is 0 in both. So is what the band hides; but NaN where dp or delta is
+    not finite, which belong to a key or query that something sees.
+    """
+    MASKED: tl.constexpr = score.mask is not None or score.bias is not None
     if dropout is not None:
-        kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp, 0.0) * dropout.factor
     ds = p * (dp - delta)
     if MASKED:
@@ -87,7 +93,7 @@ def gradient_tile(
         draw = ds * steepness
         if MASKED:
             draw = tl.where(visible, draw, 0.0)
-    return kept, ds, draw, visible
+    return ds, draw
 
 
 @triton.jit
@@ -101,7 +107,8 @@ def load_scalars(t, b, h, rows, wanted):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def delta_kernel(
-    out, dout, lse, dlse, scaled_lse, delta, lengths, tile_list, tiles, heads, heads_per_row, heads_at_once,
+    out, dout, lse, dlse, scaled_lse, delta, lengths,
+    tile_list, tiles, heads, heads_per_row, heads_at_once,
     M: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
     """delta = sum of dout * out, less dlse; 0 where lse is -inf and so depends on nothing.

@@ -1,7 +1,8 @@
 """dK and dV: a program per tile of keys, which takes the queries of all heads that share them.
 
 Every sum is taken within one program, in a fixed order: no atomics. Tiles are keys by queries, so
-that p and ds go from registers into the next product as they are.
+that p and ds go from registers into the next product as they are. Where both sums together would
+not fit into registers, each has a launch of its own.
 """
 
 import torch
@@ -13,9 +14,10 @@ from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.gradients import (
     described,
-    gradient_tile,
+    ds_tile,
     in_sight,
     load_scalars,
+    p_tile,
     within_sight,
 )
 from flashwire_kernels.fused.primitives import (
@@ -39,10 +41,12 @@ from flashwire_kernels.validation import Problem
 @triton.jit
 def keys_range(
     state, k_tile, v_tile, queries, place_of, tiles, score, window, dropout,
-    EDGE: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
+    EDGE: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Take query tiles of a head into state: (dk, dv, sums of ds by key).
+    """Take query tiles of a head into state: (dk, dv, sums of ds by key); dk and the sums only if
+    WANT_K, dv only if WANT_V.
 
     queries   (q, dout, lse, delta, descriptors of q and dout or None, origin: (b, head, first row))
     place_of  (b, h, first key, all N, Lq, Lk, alignment)
@@ -76,28 +80,36 @@ def keys_range(
             wanted = (rows >= lo) & (rows < hi)
         q_tile = tile_of_rows(q_pointers, q.row, q_tiles, origin, start, wanted, DIM)
         do_tile = tile_of_rows(do_pointers, dout.row, do_tiles, origin, start, wanted, DIM_V)
+        # Each row's numbers are loaded where they are used: sooner, they would fill registers.
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         row_lse = load_scalars(lse, b, h, first_q + rows, wanted)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-        row_delta = load_scalars(delta, b, h, first_q + rows, wanted)
+        if WANT_K:
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            row_delta = load_scalars(delta, b, h, first_q + rows, wanted)[None, :]
         keep = True
         if dropout is not None:
-            keep = tl.trans(keep_tile(dropout, b, h, rows[:, None], start_n, M, k_tile.shape[0]))
+            keep = tl.trans(keep_tile(dropout, b, h, rows[:, None], start_n, M, N))
         in_band = None
         if EDGE and BAND:
             in_band = in_sight(j, start, length, -shift, window.right, window.left, M)
-        p, ds, draw, visible = gradient_tile(
-            product, dp, row_lse[None, :], row_delta[None, :], keep, in_band, score, window,
-            dropout, b, h, rows[None, :], j[:, None], len_q, len_k, shift, EDGE, FOLD,
+        p, visible, steepness = p_tile(
+            product, row_lse[None, :], in_band, score, window, b, h, rows[None, :], j[:, None],
+            len_q, len_k, shift, EDGE, FOLD,
         )  # fmt: skip
         if MASKED:
             some = seen(visible, 0)[:, None]
             q_tile = tl.where(some, q_tile, 0.0)
             do_tile = tl.where(some, do_tile, 0.0)
-        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        dk = tl.dot(draw.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
-        if score.bias is not None:
-            sums += tl.sum(ds, 1)
+        if WANT_V:
+            kept = p
+            if dropout is not None:
+                kept = tl.where(keep, p, 0.0)
+            dv = tl.dot(kept.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        if WANT_K:
+            ds, draw = ds_tile(p, dp, row_delta, keep, visible, steepness, score, dropout)
+            dk = tl.dot(draw.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+            if score.bias is not None:
+                sums += tl.sum(ds, 1)
     return dk, dv, sums
 
 
@@ -109,7 +121,9 @@ def keys_kernel(
     M: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N keys, over the heads that share them; bias_sums (B, Hq, Lk) of ds."""
+    """dk and dv of N keys, over the heads that share them, or one of the two, the other being None;
+    bias_sums (B, Hq, Lk) of ds, with dk.
+    """
     b, h_kv, tile = place(tile_list, tiles, heads, heads_per_row, heads_at_once, False)
     first_q, len_q, first_k, len_k = sequence_bounds(lengths, b)
     shift = alignment(len_q, len_k, BOTTOM_RIGHT)
@@ -127,9 +141,14 @@ def keys_kernel(
     lo, hi, all_lo, all_hi = visible_range(
         start, tl.minimum(start + N, len_k), len_q, -shift, window.right, window.left
     )
+    if score.mask is not None or score.bias is not None:
+        # Tiles that are not edges read masks and biases whole.
+        all_hi = tl.where(start + N > len_k, all_lo, all_hi)
     first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, M)
-    dk_tile = tl.zeros([N, DIM_PAD], tl.float32)
-    dv_tile = tl.zeros([N, DIM_V_PAD], tl.float32)
+    WANT_K: tl.constexpr = dk is not None
+    WANT_V: tl.constexpr = dv is not None
+    dk_tile = tl.zeros([N, DIM_PAD if WANT_K else 1], tl.float32)
+    dv_tile = tl.zeros([N, DIM_V_PAD if WANT_V else 1], tl.float32)
     for g in range(GROUP):
         h = h_kv * GROUP + g
         queries = (q, dout, lse, delta, q_tiles, do_tiles, (row_of_queries, h, first_q))
@@ -137,45 +156,53 @@ def keys_kernel(
         state = keys_range(
             (dk_tile, dv_tile, tl.zeros([N], tl.float32)), k_tile, v_tile, queries, place_of,
             (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
-            False, FOLD, PRECISION, M, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
+            False, WANT_K, WANT_V, FOLD, PRECISION, M, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
         )  # fmt: skip
         dk_tile, dv_tile, sums = keys_range(
             state, k_tile, v_tile, queries, place_of,
             (lo, hi, first, before, full_end - full, edges), score, window, dropout,
-            True, FOLD, PRECISION, M, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
+            True, WANT_K, WANT_V, FOLD, PRECISION, M, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
         )  # fmt: skip
         if bias_sums is not None:
             tl.store(scalar_pointers(bias_sums, b, h, cols), sums, mask=wanted)
-    if dropout is not None:
-        dv_tile = dv_tile * dropout.factor
-    dk_pointers = row_pointers(dk, b, h_kv, first_k + start, N, DIM_PAD)
-    dv_pointers = row_pointers(dv, b, h_kv, first_k + start, N, DIM_V_PAD)
-    store_rows(dk_pointers, dk_tile * scale, wanted, DIM)
-    store_rows(dv_pointers, dv_tile, wanted, DIM_V)
+    if WANT_K:
+        dk_pointers = row_pointers(dk, b, h_kv, first_k + start, N, DIM_PAD)
+        store_rows(dk_pointers, dk_tile * scale, wanted, DIM)
+    if WANT_V:
+        if dropout is not None:
+            dv_tile = dv_tile * dropout.factor
+        dv_pointers = row_pointers(dv, b, h_kv, first_k + start, N, DIM_V_PAD)
+        store_rows(dv_pointers, dv_tile, wanted, DIM_V)
 
 
-def keys_call(
+def keys_calls(
     problem: Problem,
     x: Inputs,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     found: tuple[torch.Tensor, torch.Tensor],
     bias_sums: torch.Tensor | None,
     config: Config,
-) -> Call:
-    """Writes dk and dv (`found`), and bias_sums (B, Hq, Lk). rows: dout, and what the delta kernel
+) -> list[Call]:
+    """Write dk and dv (`found`), and bias_sums (B, Hq, Lk). rows: dout, and what the delta kernel
     wrote.
     """
-    packed, (dout, lse, delta), (dk, dv) = problem.packed, rows, found
+    packed, (dout, lse, delta) = problem.packed, rows
     score = args.score(problem, x)
     grid = args.key_grid(problem, config.n, x.q.device)
-    positional = (
+    before = (
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed),
         args.rows(dout, packed), args.scalars(lse, packed), args.scalars(delta, packed),
         *described((x.q, dout), packed, config.m, config),
-        args.rows(dk, packed), args.rows(dv, packed),
-        None if bias_sums is None else args.scalars(bias_sums, False),
+    )  # fmt: skip
+    after = (
         score, args.window(problem), args.dropout(problem), args.float32(problem.scale),
         args.lengths(problem, x.q.device), *grid.arguments,
     )  # fmt: skip
+    dk, dv = (args.rows(t, packed) for t in found)
+    sums = None if bias_sums is None else args.scalars(bias_sums, False)
+    launches = [(dk, None, sums), (None, dv, None)] if config.apart else [(dk, dv, sums)]
     constants = args.constants(problem) | {"FOLD": args.folds(score), "M": config.m, "N": config.n}
-    return Call(keys_kernel, grid.programs, positional, constants, config)
+    return [
+        Call(keys_kernel, grid.programs, (*before, *written, *after), constants, config)
+        for written in launches
+    ]

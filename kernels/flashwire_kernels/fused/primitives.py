@@ -165,10 +165,13 @@ def number_index(b, h, row, heads, length, PACKED: tl.constexpr):
 
 @triton.jit
 def pair_tile(t, b, h, i, j, inside, other):
-    """The tile of a mask or bias at (b, h, i, j), `other` where not inside."""
+    """The tile of a mask or bias at (b, h, i, j), `other` where not inside; None: all are."""
     base = t.ptr + b.to(tl.int64) * t.batch
     pointers = base + (h.to(tl.int64) * t.head + i.to(tl.int64) * t.row) + j.to(tl.int64) * t.col
-    return tl.load(pointers, mask=inside, other=other)
+    if inside is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=other)
 
 
 @triton.jit
@@ -224,17 +227,19 @@ def score_tile(
         s = t * score.softcap
     if score.slopes is not None:
         s = s - slope_of(score.slopes, b, h) * tl.abs(j - i - shift).to(tl.float32)
-    if HIDES:
-        visible = (j < len_k) & (i < len_q)
-    if EDGE and window.left is not None:
-        visible &= j - i >= shift - window.left
-    if EDGE and window.right is not None:
-        visible &= j - i <= shift + window.right
+    inside = None
+    if HIDES and (EDGE or GUARD):
+        inside = (j < len_k) & (i < len_q)
+        if EDGE and window.left is not None:
+            inside &= j - i >= shift - window.left
+        if EDGE and window.right is not None:
+            inside &= j - i <= shift + window.right
+        visible = inside
     if score.mask is not None:
-        visible &= pair_tile(score.mask, b, h, i, j, visible, 0) != 0
+        visible = visible & (pair_tile(score.mask, b, h, i, j, inside, 0) != 0)
     if score.bias is not None:
-        bias = pair_tile(score.bias, b, h, i, j, visible, 0.0).to(tl.float32)
-        visible &= bias != -INF
+        bias = pair_tile(score.bias, b, h, i, j, inside, 0.0).to(tl.float32)
+        visible = visible & (bias != -INF)
         s = s + bias * LOG2E
     if GUARD and HIDES:
         s = tl.where(visible, s, -INF)

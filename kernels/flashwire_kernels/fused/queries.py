@@ -9,9 +9,10 @@ from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.gradients import (
     described,
-    gradient_tile,
+    ds_tile,
     in_sight,
     load_scalars,
+    p_tile,
     within_sight,
 )
 from flashwire_kernels.fused.primitives import (
@@ -74,10 +75,11 @@ def queries_range(
         in_band = None
         if EDGE:
             in_band = in_sight(i, start, len_k, shift, window.left, window.right, N)
-        _, ds, draw, visible = gradient_tile(
-            product, dp, row_lse[:, None], row_delta[:, None], keep, in_band, score, window,
-            dropout, b, h, i[:, None], j[None, :], len_q, len_k, shift, EDGE, FOLD,
+        p, visible, steepness = p_tile(
+            product, row_lse[:, None], in_band, score, window, b, h, i[:, None], j[None, :],
+            len_q, len_k, shift, EDGE, FOLD,
         )  # fmt: skip
+        ds, draw = ds_tile(p, dp, row_delta[:, None], keep, visible, steepness, score, dropout)
         if MASKED:
             k_tile = tl.where(seen(visible, 0)[:, None], k_tile, 0.0)
         if WATCH:
@@ -105,6 +107,7 @@ def queries_kernel(
     row_of_keys = b
     if lengths.offsets_k is not None:
         row_of_keys = b * 0
+    MASKED: tl.constexpr = score.mask is not None or score.bias is not None
     start = tile * M
     rows = start + tl.arange(0, M)
     wanted = rows < len_q
@@ -116,8 +119,10 @@ def queries_kernel(
     lo, hi, all_lo, all_hi = visible_range(
         start, tl.minimum(start + M, len_q), len_k, shift, window.left, window.right
     )
+    if MASKED:
+        # Tiles that are not edges read masks and biases whole.
+        all_hi = tl.where(start + M > len_q, all_lo, all_hi)
     first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, N)
-    MASKED: tl.constexpr = score.mask is not None or score.bias is not None
     WATCH: tl.constexpr = MASKED and sink_terms is not None
     nothing = tl.zeros([M], tl.float32)
     keys = (k, v, k_tiles, v_tiles, (row_of_keys, h // GROUP, first_k))

@@ -20,7 +20,7 @@ from flashwire_service.compute.links import Links
 from flashwire_service.ipc.frames import Failure, Hello, Ready
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.logs import Log
-from flashwire_service.process import Adopted, adopt
+from flashwire_service.process import DEVICE_LOST, Adopted, adopt
 from flashwire_service.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 BUSY_GRACE_S = 5.0  # beyond the longest deadline, before a busy loop counts as hung
 STEP_LIMIT_S = 300.0  # for a few kernels to compile, on cores that others use, too
-DEVICE_LOST = os.EX_IOERR  # exit code: the device failed, and a new process may find it well
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     adopted = adopt(arguments)
     log = Log(f"worker-{adopted.index}", adopted.settings.log_level)
-    page = os.dup(adopted.fd)
-    heartbeat = Heartbeat.receive(adopted.fd)
+    page = os.dup(adopted.page)
+    heartbeat = Heartbeat.receive(adopted.page)
     if adopted.settings.triton_cache_dir:
         os.environ["TRITON_CACHE_DIR"] = adopted.settings.triton_cache_dir  # read by triton
     from flashwire_service.compute import device

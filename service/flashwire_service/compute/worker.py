@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashwire_service.compute.jobs import Jobs
+    from flashwire_service.compute.proving import Proving
 
 BUSY_GRACE_S = 5.0  # beyond the longest deadline, before a busy loop counts as hung
 STEP_LIMIT_S = 300.0  # for a few kernels to compile, on cores that others use, too
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     facts = _prepare(chosen, adopted.settings, heartbeat, log)
 
     from flashwire_service.compute.jobs import Jobs
+    from flashwire_service.compute.proving import Proving
 
+    proving = Proving(chosen, adopted.settings.prove_s, heartbeat, log)
     jobs = Jobs(chosen, adopted.settings, adopted.index, log)
     intake = Intake(adopted.settings.queue_requests, adopted.settings.queue_bytes)
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
     threading.Thread(target=_link, args=(links, log), name="intake", daemon=True).start()
-    return _compute(adopted, heartbeat, intake, links, jobs)
+    return _compute(adopted, heartbeat, intake, links, jobs, proving)
 
 
 def _prepare(
@@ -106,7 +109,12 @@ def _link(links: Links, log: Log) -> None:
 
 
 def _compute(
-    adopted: Adopted, heartbeat: Heartbeat, intake: Intake, links: Links, jobs: Jobs
+    adopted: Adopted,
+    heartbeat: Heartbeat,
+    intake: Intake,
+    links: Links,
+    jobs: Jobs,
+    proving: Proving,
 ) -> int:
     """The compute loop, until the intake is closed and empty."""
     from flashwire_service.compute.failures import DeviceLost
@@ -116,11 +124,12 @@ def _compute(
         heartbeat.idle()
         jobs.sweep()
         ticket = intake.take(BEAT_S)
-        if ticket is None:
-            continue
         started = time.monotonic()
-        heartbeat.busy(started + busy_limit, ticket.job.id)
         try:
+            if ticket is None:
+                proving.turn()
+                continue
+            heartbeat.busy(started + busy_limit, ticket.job.id)
             answer = jobs.run(ticket, queue_depth=intake.depth)
         except DeviceLost:  # whoever waits for this worker learns it from the end of the socket
             _end(DEVICE_LOST)

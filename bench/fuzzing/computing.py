@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 
 import torch
 
@@ -12,7 +11,8 @@ from flashwire_service.compute.jobs import Jobs
 from flashwire_service.ipc.channel import Channel
 from flashwire_service.ipc.frames import Failure, Job
 from flashwire_service.logs import Log
-from fuzzing.targets import SETTINGS, require
+from fuzzing.serving import SETTINGS
+from fuzzing.targets import require
 
 _MOST_ELEMENTS = 20_000  # of a tensor that is worth the time
 
@@ -23,16 +23,17 @@ class Worker:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._jobs = Jobs(torch.device("cpu"), SETTINGS, 0, Log("fuzz", "error"))
-        self._channel = Channel(socket.socketpair()[0])  # nobody listens
+        self._channel, peer = Channel.pair()  # a ticket has one; nothing is sent over it
+        self._channel.close()
+        peer.close()
 
     def answered(self, job: Job) -> str:
         """ "computed", the code of a failure, or "not tried"."""
         if any(math.prod(slot.shape) > _MOST_ELEMENTS for slot in job.tensors.values()):
             return "not tried"
-        with_answer = self._jobs.run(Ticket(job, self._channel))
-        frame = with_answer.frame
-        with_answer.close()
-        if not isinstance(frame, Failure):
+        answer = self._jobs.run(Ticket(job, self._channel))
+        answer.close()
+        if not isinstance(answer.frame, Failure):
             return "computed"
-        require(frame.code != "internal", f"internal: {job.route} {job.options}")
-        return frame.code
+        require(answer.frame.code != "internal", f"internal: {job.route} {job.options}")
+        return answer.frame.code

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from flashwire import wire
 from fuzzing.computing import Worker
 from fuzzing.mutating import Example, Mutator
-from fuzzing.targets import Broken, decoded, job
+from fuzzing.serving import Front
+from fuzzing.targets import Broken, decoded
 
 MOST_CPU_S = 1.0  # for one body
 _JSON = "application/json"
@@ -27,7 +28,7 @@ class Fuzzer:
     def __init__(self, examples: list[Example], every: int) -> None:
         self._mutator = Mutator(examples)
         self._every = every
-        self._worker = Worker()
+        self._front, self._worker = Front(), Worker()
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self.slowest = (0.0, "")
 
@@ -48,7 +49,7 @@ class Fuzzer:
     ) -> None:
         name = "JSON" if media_type == _JSON else "msgpack"
         with self._timed(f"body {number} as {name}"):
-            outcome, made = await job(schema, data, cuts, media_type)
+            outcome, made = await self._front.ask(schema, data, cuts, media_type)
         self.outcomes[f"{name} to job"][outcome] += 1
         if made is not None:
             with self._timed(f"body {number} as {name}, computed"):

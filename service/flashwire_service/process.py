@@ -23,11 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
-from flashwire_service.ipc.frames import Frame, Start
+from flashwire_service.ipc.frames import Frame, Listen, Start
 from flashwire_service.settings import Settings, secret_variables
 
+DEVICE_LOST = os.EX_IOERR  # exit code: the device failed, and a new process may find it well
 _PR_SET_PDEATHSIG = 1
-_START_TIMEOUT_S = 10.0  # the Start frame is sent before the child exists
+_START_TIMEOUT_S = 10.0  # the first frames are sent before the child runs
 
 
 class Child:
@@ -121,14 +122,19 @@ def _spawn(
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What a child was born with. `fd` is its own: the listening socket of a front, the heartbeat
-    page of a worker.
-    """
+    """What a child was born with. `page`, of its heartbeat, is a descriptor of its own."""
 
     control: Channel
     index: int
     settings: Settings
-    fd: int
+    page: int
+
+    def listener(self) -> socket.socket:
+        """The listening socket, which a front end is sent next."""
+        frame, fd = self.control.recv(_START_TIMEOUT_S)
+        if not isinstance(frame, Listen) or fd is None:
+            raise ValueError("the second frame of a front end must be Listen, with a descriptor")
+        return socket.socket(fileno=fd)
 
 
 def adopt(arguments: Sequence[str]) -> Adopted:

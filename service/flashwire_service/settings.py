@@ -134,6 +134,10 @@ class Settings:
         300_000, parse.integer(1, 86_400_000),
         "longest wait for queue and compute; also the default", "MILLISECONDS",
     )  # fmt: skip
+    prove_s: float = _setting(
+        30.0, parse.seconds(0),
+        "how often an idle worker proves again that its device computes; 0: never", _SECONDS,
+    )  # fmt: skip
     quarantine_s: float = _setting(
         3600.0, parse.seconds(0),
         "how long a request that ended two workers in a row is refused; 0: never", _SECONDS,

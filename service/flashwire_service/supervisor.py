@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from flashwire_service.environment import FRONT_ENVIRONMENT, worker_environment
 from flashwire_service.ipc.channel import ChannelClosed, socketpair
@@ -24,6 +24,7 @@ from flashwire_service.ipc.frames import (
     Attach,
     Drain,
     Failure,
+    Listen,
     Ready,
     Reload,
     State,
@@ -33,6 +34,7 @@ from flashwire_service.ipc.heartbeat import IDLE_LIMIT_S, Heartbeat
 from flashwire_service.keys import Keyring, KeysError
 from flashwire_service.listening import Fatal, listen, url
 from flashwire_service.logs import Log
+from flashwire_service.places import Place
 from flashwire_service.process import Child
 from flashwire_service.quarantine import Quarantine
 from flashwire_service.settings import Settings
@@ -41,9 +43,6 @@ WORKER = "flashwire_service.compute.worker"
 FRONT = "flashwire_service.front.server"
 LOOK_S = 0.25  # how often children are judged
 LATE_S = 1.0  # a look so long after the one before says more about the judge
-START_LIMIT_S = 180.0  # from birth to ready, of a worker to its first beat: torch, a cold disk
-BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the nth replacement in a row
-HEALTHY_S = 30.0  # a child that was ready this long before it died starts a new row
 GIVE_UP = 5  # deaths in a row, none of them ever ready
 END_S = 2.0  # from being told to end to SIGKILL
 FORCED = 128  # + the signal's number
@@ -86,25 +85,6 @@ def _signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-@dataclass(slots=True)
-class Place:
-    """A child's place: who is in it now, and how its predecessors fared."""
-
-    role: str  # "worker" or "front"
-    index: int
-    child: Child | None = None
-    heartbeat: Heartbeat | None = None  # of a worker
-    ready_since: float | None = None
-    ever_ready: bool = False
-    stillborn: bool = False  # the last one died before it was ready
-    deaths: int = 0  # in a row
-    not_before: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}-{self.index}"
-
-
 class Supervisor:
     """The loop over all places. `signals` yields the bytes of caught signal numbers."""
 
@@ -117,6 +97,7 @@ class Supervisor:
         self._selector.register(signals, selectors.EVENT_READ)
         self._workers = [Place("worker", i) for i in range(settings.workers)]
         self._fronts = [Place("front", i) for i in range(settings.frontends)]
+        self._restarts: Counter[str] = Counter()  # of workers, by cause
         self._quarantine = Quarantine(settings.quarantine_s)
         self._told = State()  # what every front end knows
         self._stopping = False
@@ -146,26 +127,28 @@ class Supervisor:
     def _start(self, place: Place) -> None:
         try:
             if place.role == "worker":
-                place.heartbeat = Heartbeat.create()
                 module, environment = WORKER, worker_environment(self._settings)
-                fd, peers = place.heartbeat.memory.fd, self._fronts
+                peers = self._fronts
             else:
                 module, environment = FRONT, FRONT_ENVIRONMENT
-                fd, peers = self._listener.fileno(), self._workers
+                peers = self._workers
+            place.heartbeat, place.hung = Heartbeat.create(), False
             settings = self._settings
             if place.role == "worker":  # it sees no key, nor needs one
                 settings = dataclasses.replace(settings, api_keys=Keyring())
             if place.stillborn:  # warming up may be what killed it
                 settings = dataclasses.replace(settings, warmup="")
-            child = Child(module, place.index, settings, fd, environment)
+            page = place.heartbeat.memory.fd
+            child = Child(module, place.index, settings, page, environment)
         except OSError as e:  # no process, memory or descriptor to be had, for now
-            self._failed(place, time.monotonic(), reason=f"cannot be started: {e.strerror}")
+            self._failed(place, None, time.monotonic(), reason=f"cannot be started: {e.strerror}")
             return
         place.child, place.ready_since = child, None
         self._selector.register(child.control, selectors.EVENT_READ, place)
         self._log.info("started", child=place.name, pid=child.pid)
         try:
             if place.role == "front":
+                child.tell(Listen(), self._listener.fileno())
                 child.tell(self._told)
             for peer in peers:
                 _connect(place, peer)
@@ -217,7 +200,7 @@ class Supervisor:
             while (got := child.control.try_recv()) is not None:
                 frame = got[0]
                 if isinstance(frame, Ready):
-                    place.ready_since, place.ever_ready = time.monotonic(), True
+                    place.ready(time.monotonic())
                     self._log.info("ready", child=place.name, pid=child.pid, **frame.facts)
                 elif isinstance(frame, Suspect):
                     self._quarantine.died(frame.head, frame.digest)
@@ -233,7 +216,11 @@ class Supervisor:
 
     def _tell_fronts(self) -> None:
         """What has changed since they were last told."""
-        state = State(suspects=self._quarantine.entries)
+        state = State(
+            workers=tuple(place.state for place in self._workers),
+            restarts=dict(self._restarts),
+            suspects=self._quarantine.entries,
+        )
         if state == self._told:
             return
         self._told = state
@@ -252,26 +239,33 @@ class Supervisor:
                 continue
             if (code := place.child.exit_code) is not None:
                 self._bury(place, place.child, code, now)
-            elif now >= self._trust_from and (complaint := _complaint(place, place.child, now)):
+            elif now >= self._trust_from and (complaint := place.complaint(now)):
                 self._log.error("hung", child=place.name, pid=place.child.pid, why=complaint)
+                place.hung = True
                 place.child.kill()
 
     def _bury(self, place: Place, child: Child, code: int, now: float) -> None:
         if not child.control.closed:
             self._listen_to(place)  # its last words
-        self._failed(place, now, reason=f"exit code {code}", pid=child.pid)
+        self._failed(place, code, now, reason=f"exit code {code}", pid=child.pid)
 
-    def _failed(self, place: Place, now: float, **why: object) -> None:
+    def _failed(self, place: Place, code: int | None, now: float, **why: object) -> None:
         """Make room for a replacement, later when its predecessors failed too."""
-        healthy = place.ready_since is not None and now - place.ready_since >= HEALTHY_S
-        place.deaths = 1 if healthy else place.deaths + 1
-        place.stillborn = place.child is not None and place.ready_since is None
-        wait = BACKOFF_S[min(place.deaths, len(BACKOFF_S)) - 1]
-        place.not_before = now + wait
+        wait = place.failed(now, code)
         self._forget(place)
         if self._stopping:
             return
-        self._log.warning("died", child=place.name, **why, restart_in_s=wait)
+        if place.role == "worker":
+            self._restarts[place.cause] += 1
+        self._log.warning(
+            "died",
+            child=place.name,
+            cause=place.cause,
+            **why,
+            in_a_row=place.deaths,
+            restarts=place.restarts,
+            restart_in_s=wait,
+        )
         if not place.ever_ready and place.deaths >= GIVE_UP:
             line = f"{place.name} failed {place.deaths} times and was never ready"
             raise Fatal(os.EX_SOFTWARE, line)
@@ -328,14 +322,3 @@ def _connect(a: Place, b: Place) -> None:
     with end_a, end_b:
         a.child.tell(Attach(peer=b.index), end_a.fileno())
         b.child.tell(Attach(peer=a.index), end_b.fileno())
-
-
-def _complaint(place: Place, child: Child, now: float) -> str | None:
-    """Why a living child must be replaced, or None. A worker that compiles kernels takes as long as
-    it takes: from its first beat on, its heart alone tells.
-    """
-    if place.heartbeat is not None and place.heartbeat.started:
-        return place.heartbeat.complaint(now)
-    if place.ready_since is None and now - child.started > START_LIMIT_S:
-        return f"not ready {START_LIMIT_S:.0f} s after its start"
-    return None

@@ -31,6 +31,17 @@ def events(server: Any, name: str) -> list[str]:
     return [line for line in server.log.splitlines() if f'"event": "{name}"' in line]
 
 
+def wait_ready(server: Any, starts: int) -> None:
+    """Until so many workers have become ready, and any front end that is asked knows of two."""
+
+    def everywhere() -> bool:
+        replies = [httpx.get(server.url + "/readyz", timeout=PATIENCE_S) for _ in range(8)]
+        return all(reply.json().get("workers") == 2 for reply in replies)
+
+    wait_until(lambda: sum('"child": "worker' in e for e in events(server, "ready")) == starts)
+    wait_until(everywhere)
+
+
 def code(reply: httpx.Response) -> str:
     return "" if reply.status_code == 200 else str(reply.json()["code"])
 
@@ -46,10 +57,11 @@ def test_workers_die_and_hang_and_every_request_is_answered(
     server = start_server(
         "--workers", "2", "--frontends", "2", program=(str(HERE / "faulty_service.py"),)
     )
-    server.wait_ready(2)
+    wait_ready(server, starts=2)
     a_kill_while_it_computes(server)
     a_stop(server)
     a_poison(server)
+    a_front_end_that_hangs(server)
     everyone = children(server)
     server.process.kill()
     server.process.wait()
@@ -65,7 +77,7 @@ def a_kill_while_it_computes(server: Any) -> None:
         replies = [asked.result() for asked in slow]
     assert [code(reply) for reply in replies] == [""] * 4
     assert all(reply.json()["out"] == replies[0].json()["out"] for reply in replies)
-    server.wait_ready(2)
+    wait_ready(server, starts=3)
 
 
 def a_stop(server: Any) -> None:
@@ -76,14 +88,17 @@ def a_stop(server: Any) -> None:
         replies = list(pool.map(lambda _: ask(server), range(8)))
     assert [code(reply) for reply in replies] == [""] * 8
     wait_until(lambda: not alive(stopped))
-    server.wait_ready(2)
+    wait_ready(server, starts=4)
 
 
 def a_poison(server: Any) -> None:
     """It ends both workers, and no more; whichever front end is asked, and asked again."""
     assert code(ask(server, scale=DIE)) == "quarantined"
+    unready = server.http.get("/readyz")
+    assert unready.status_code == 503
+    assert len(unready.json()["reasons"]) == 2
     wait_until(lambda: len(events(server, "suspect")) >= 2)
-    server.wait_ready(2)
+    wait_ready(server, starts=6)
     died = len(events(server, "died"))
     assert {code(ask(server, scale=DIE)) for _ in range(10)} == {"quarantined"}
     front = next(pid for pid in children(server) if pid not in server.worker_pids())
@@ -93,7 +108,20 @@ def a_poison(server: Any) -> None:
     wait_until(lambda: len(events(server, "ready")) > 3 and front not in children(server))
     assert {code(ask(server, scale=DIE)) for _ in range(10)} <= {"quarantined", "no_worker"}
     assert len(events(server, "died")) == died + 1
+    wait_until(lambda: not server.http.get("/readyz").is_error)
+    counts = {"SIGKILL": 1, "hung": 1, "exit_1": 2}
+    metrics = server.http.get("/metrics").text
+    for cause, count in counts.items():
+        assert f'flashwire_worker_restarts_total{{cause="{cause}"}} {count}.0' in metrics
     assert ask(server).json()["out"] == [pytest.approx([1.66, 2.66], abs=0.01)]
+
+
+def a_front_end_that_hangs(server: Any) -> None:
+    hung = next(pid for pid in children(server) if pid not in server.worker_pids())
+    os.kill(hung, signal.SIGSTOP)
+    wait_until(lambda: any(f'"pid": {hung}' in line for line in events(server, "hung")))
+    wait_until(lambda: not alive(hung))
+    assert code(ask(server)) == ""
 
 
 def children(server: Any) -> list[int]:

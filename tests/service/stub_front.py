@@ -1,9 +1,11 @@
 """A front end without HTTP, for tests of the supervisor.
 
 Whoever connects is sent a line: this process's pid, then the pids of the workers that said Hello
-and are still there. A connection that sends "slow" first is answered 1 s later.
+and are still there. A connection that sends "slow" first is answered 1 s later, one that sends
+"state" with what the supervisor told last.
 """
 
+import dataclasses
 import json
 import os
 import select
@@ -12,7 +14,8 @@ import sys
 import time
 
 from flashwire_service.ipc.channel import Channel, ChannelClosed
-from flashwire_service.ipc.frames import Attach, Drain, Hello, Ready
+from flashwire_service.ipc.frames import Attach, Drain, Hello, Ready, State
+from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.process import adopt
 
 
@@ -20,7 +23,9 @@ class Front:
     def __init__(self) -> None:
         adopted = adopt(sys.argv[1:])
         self.control = adopted.control
-        self.listener = socket.socket(fileno=adopted.fd)
+        self.listener = adopted.listener()
+        self.heartbeat = Heartbeat.receive(adopted.page)
+        self.state = State()
         self.workers: dict[int, tuple[Channel, int | None]] = {}
         self.control.send(Ready())
 
@@ -28,6 +33,8 @@ class Front:
         frame, fd = self.control.recv()
         if isinstance(frame, Attach):
             self.workers[frame.peer] = (Channel(socket.socket(fileno=fd)), None)
+        elif isinstance(frame, State):
+            self.state = frame
         elif isinstance(frame, Drain):
             sys.exit(0)
 
@@ -47,18 +54,26 @@ class Front:
         except BlockingIOError:
             return
         with connection:
-            if connection.recv(100) == b"slow":
+            word = connection.recv(100)
+            if word == b"slow":
                 time.sleep(1)
-            workers = [pid for _, pid in self.workers.values() if pid]
-            connection.sendall(json.dumps({"pid": os.getpid(), "workers": workers}).encode())
+            if word == b"state":
+                workers = [dataclasses.asdict(worker) for worker in self.state.workers]
+                answer = {"restarts": self.state.restarts, "state": workers}
+            else:
+                workers = [pid for _, pid in self.workers.values() if pid]
+                answer = {"pid": os.getpid(), "workers": workers}
+            connection.sendall(json.dumps(answer).encode())
 
     def run(self) -> None:
         while True:
             waiting = {self.listener: self.answer, self.control: self.hear_control}
             for index, (channel, _) in self.workers.items():
                 waiting[channel] = lambda index=index: self.hear_worker(index)
-            readable, _, _ = select.select(list(waiting), [], [])
-            waiting[readable[-1]]()
+            self.heartbeat.idle()
+            readable, _, _ = select.select(list(waiting), [], [], BEAT_S)
+            if readable:
+                waiting[readable[-1]]()
 
 
 if __name__ == "__main__":

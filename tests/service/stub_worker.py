@@ -13,7 +13,7 @@ from flashwire_service.process import adopt
 
 def main() -> int:
     adopted = adopt(sys.argv[1:])
-    heartbeat = Heartbeat.receive(adopted.fd)
+    heartbeat = Heartbeat.receive(adopted.page)
     mode = os.environ.get("FLASHWIRE_STUB", "")
     if mode == "no device":
         adopted.control.send(Failure(id=0, code="no_device", detail="there is no such device"))

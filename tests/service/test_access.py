@@ -16,7 +16,7 @@ import pytest
 from flashwire_service.front import headers
 from flashwire_service.front.app import create_app
 from flashwire_service.front.pool import Answer, Work
-from flashwire_service.ipc.frames import Reply
+from flashwire_service.ipc.frames import Reply, State
 from flashwire_service.keys import Key, KeyLimits, Keyring, digest_of, listed
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
@@ -28,7 +28,7 @@ POSTS = ("/attention", "/attention/backward", "/attention/check", "/attention/pl
 class OnePool:
     """Answers `{}`, and remembers what it was asked."""
 
-    ready, draining, facts = True, False, {0: {"device": "cpu"}}
+    ready, draining, facts, state = True, False, {0: {"device": "cpu"}}, State()
 
     def __init__(self) -> None:
         self.jobs: list[Work] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flashwire_service.compute.worker import DEVICE_LOST
+from flashwire_service.process import DEVICE_LOST
 
 HERE = Path(__file__).parent
 FATAL_SCALE = 0.123  # lost_worker.py

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import html
 import json
 import os
+import re
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,7 +25,7 @@ from flashwire_service.front import info
 from flashwire_service.front.app import create_app
 from flashwire_service.front.pool import Answer, Work
 from flashwire_service.front.schemas import EXAMPLES
-from flashwire_service.ipc.frames import Reply
+from flashwire_service.ipc.frames import Reply, State, WorkerState
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.keys import digest_of, listed
 from flashwire_service.logs import Log
@@ -41,6 +44,7 @@ class FakePool:
         self.ready = True
         self.draining = False
         self.facts: dict[int, dict[str, Any]] = {0: {"device": "cpu", "pid": 1, "gflops": 50.0}}
+        self.state = State()
         self.jobs: list[tuple[Work, int | None]] = []
         self.bodies: list[bytes] = []
         self.cancelled = 0
@@ -308,6 +312,33 @@ async def test_readiness_follows_the_workers(client: httpx.AsyncClient, pool: Fa
     problem(response, 503, "no_worker")
     assert response.headers["retry-after"] == "2"
     assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_why_it_is_not_ready(client: httpx.AsyncClient, pool: FakePool) -> None:
+    pool.ready, now = False, time.monotonic()
+    first = WorkerState(ready=False, since=now - 20, cause="", restarts=0, next_try=0.0)
+    looping = dataclasses.replace(first, cause="device_lost", restarts=7, next_try=now + 500)
+    pool.state = State(workers=(first, looping))
+    response = await client.get("/readyz")
+    reasons = problem(response, 503, "no_worker")["reasons"]
+    assert re.fullmatch(r"worker 0: not ready for 2\d\.\d s, starting", reasons[0])
+    ended = "restarts: 7, last end: device_lost, next try in"
+    assert re.match(rf"worker 1: not ready for 2\d\.\d s, {ended} [45]\d\d\.\d s$", reasons[1])
+    assert response.headers["retry-after"] == "2"
+    pool.state = State(workers=(looping, dataclasses.replace(looping, next_try=now + 400)))
+    response = await client.get("/readyz")
+    assert 300 < int(response.headers["retry-after"]) <= 400
+    pool.state = State(workers=(dataclasses.replace(first, ready=True),))
+    reasons = problem(await client.get("/readyz"), 503, "no_worker")["reasons"]
+    assert "not yet connected" in reasons[0]
+
+
+async def test_restarts_are_counted_by_cause(client: httpx.AsyncClient, pool: FakePool) -> None:
+    pool.state = State(restarts={"hung": 2, "SIGKILL": 5})
+    text = (await client.get("/metrics")).text
+    assert "# TYPE flashwire_worker_restarts_total counter" in text
+    assert 'flashwire_worker_restarts_total{cause="hung"} 2.0' in text
+    assert 'flashwire_worker_restarts_total{cause="SIGKILL"} 5.0' in text
 
 
 async def test_what_a_worker_refuses_is_passed_on(

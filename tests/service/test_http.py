@@ -17,7 +17,7 @@ import uvicorn
 from flashwire_service.front import http, server
 from flashwire_service.front.app import create_app
 from flashwire_service.front.pool import Answer, Work
-from flashwire_service.ipc.frames import Reply
+from flashwire_service.ipc.frames import Reply, State
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
 
@@ -37,6 +37,7 @@ class SlowPool:
         self.ready = True
         self.draining = False
         self.facts: dict[int, dict[str, object]] = {0: {}}
+        self.state = State()
         self.delay = 0.0
         self.cancelled = 0
 

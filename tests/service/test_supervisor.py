@@ -15,14 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashwire_service import environment, keys, listening, supervisor
+from flashwire_service import environment, keys, listening, places, supervisor
 from flashwire_service.settings import Settings
 
 HERE = Path(__file__).parent
 SCRIPT = """
 import sys
-from flashwire_service import supervisor
+import os
+from flashwire_service import places, supervisor
 from flashwire_service.settings import Settings
+places.FRONT_LIMIT_S = float(os.environ.get("FRONT_LIMIT_S", "10"))
 supervisor.WORKER, supervisor.FRONT = "stub_worker", "stub_front"
 sys.exit(supervisor.run(Settings(**eval(sys.argv[1]))))
 """
@@ -60,6 +62,9 @@ class Service:
     def pid_of(self, child: str) -> int:
         """Of the child that was last ready in this place."""
         return [e for e in self.events if e["event"] == "ready" and e["child"] == child][-1]["pid"]
+
+    def ends(self, child: str) -> list[dict]:
+        return [e for e in self.events if e["event"] == "died" and e["child"] == child]
 
     def wait_for(self, event: str, child: str, count: int = 1) -> dict:
         def found():
@@ -234,6 +239,53 @@ def test_a_stopped_worker_counts_as_hung_and_is_replaced(start):
     service.wait_for("ready", "worker-0", count=2)
 
 
+def test_a_stopped_front_counts_as_hung_and_is_replaced(start):
+    service = start("", {"FRONT_LIMIT_S": "3"}).ready()
+    stopped = service.pid_of("front-0")
+    os.kill(stopped, signal.SIGSTOP)
+    assert "silent" in service.wait_for("hung", "front-0")["why"]
+    assert service.wait_for("died", "front-0")["cause"] == "hung"
+    answer = service.ask()
+    assert answer["pid"] != stopped
+    wait_until(lambda: service.ask()["workers"] == [service.pid_of("worker-0")])
+
+
+def test_a_crash_loop_is_seen_by_every_front(start):
+    service = start("", {"FRONT_LIMIT_S": "3"}).ready()
+    (before,) = service.ask(b"state")["state"]
+    assert (before["ready"], before["cause"], before["restarts"]) == (True, "", 0)
+    for number, cause in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "hung")):
+        os.kill(service.pid_of("worker-0"), number)
+        service.wait_for("ready", "worker-0", count=len(service.ends("worker-0")) + 2)
+        assert service.ends("worker-0")[-1]["cause"] == cause
+    count = {"SIGKILL": 1, "hung": 1}
+    wait_until(lambda: service.ask(b"state")["restarts"] == count)
+    os.kill(service.pid_of("front-0"), signal.SIGKILL)  # its successor is told at its start
+    found = wait_until(lambda: service.ask(b"state"))
+    assert found["restarts"] == count
+    os.kill(service.pid_of("worker-0"), signal.SIGKILL)
+    service.wait_for("died", "worker-0", count=3)
+    waiting = wait_until(
+        lambda: [w for w in service.ask(b"state")["state"] if not w["ready"] and w["next_try"]]
+    )
+    assert (waiting[0]["cause"], waiting[0]["restarts"]) == ("SIGKILL", 3)
+    assert waiting[0]["next_try"] - waiting[0]["since"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "was_ready", "cause"),
+    [(-9, False, "SIGKILL"), (-9, True, "SIGKILL"), (-40, True, "signal_40"), (74, False,
+     "device_lost"), (74, True, "device_lost"), (1, False, "start"), (1, True, "exit_1"),
+     (0, True, "exit_0"), (None, False, "start")],
+)  # fmt: skip
+def test_causes_are_few_words(code, was_ready, cause):
+    place = places.Place("worker", 0)
+    if was_ready:
+        place.ready(0.0)
+    place.failed(1.0, code)
+    assert place.cause == cause
+
+
 def test_a_machine_that_slept_has_no_hung_worker(start):
     service = start().ready()
     everyone = (service.process.pid, *service.pids)
@@ -258,7 +310,7 @@ def test_replacements_come_ever_more_slowly(start):
         service.wait_for("ready", "worker-0", count=count)
         os.kill(service.pid_of("worker-0"), signal.SIGKILL)
         wait = service.wait_for("died", "worker-0", count=count)["restart_in_s"]
-        assert wait == supervisor.BACKOFF_S[count - 1]
+        assert wait == places.BACKOFF_S[count - 1]
 
 
 def test_children_die_with_a_killed_supervisor(start):
@@ -319,13 +371,13 @@ def test_a_worker_that_dies_of_its_warm_up_is_replaced_by_one_without(start):
 
 
 def test_a_worker_may_compile_for_as_long_as_its_heart_beats():
-    place = supervisor.Place("worker", 0, heartbeat=supervisor.Heartbeat.create())
-    child, now = SimpleNamespace(started=0.0), supervisor.START_LIMIT_S
-    assert supervisor._complaint(place, child, now) is None
-    assert "not ready" in supervisor._complaint(place, child, now + 1)
+    child, now = SimpleNamespace(started=0.0), places.START_LIMIT_S
+    place = places.Place("worker", 0, child, heartbeat=supervisor.Heartbeat.create())
+    assert place.complaint(now) is None
+    assert "not ready" in place.complaint(now + 1)
     place.heartbeat.busy(now + 50)
-    assert supervisor._complaint(place, child, now + 49) is None
-    assert "beyond its limit" in supervisor._complaint(place, child, now + 51)
+    assert place.complaint(now + 49) is None
+    assert "beyond its limit" in place.complaint(now + 51)
     place.heartbeat.close()
 
 

@@ -22,7 +22,7 @@ from flashwire_service.ipc.frames import (
     TensorSlot,
 )
 from flashwire_service.ipc.heartbeat import Heartbeat
-from flashwire_service.process import Child
+from flashwire_service.process import DEVICE_LOST, Child
 from flashwire_service.settings import Settings
 from flashwire_service.supervisor import WORKER
 
@@ -153,6 +153,26 @@ def test_a_worker_is_ready_once_it_is_warm_and_beats_meanwhile(make, tmp_path):
     assert worker.child.control.try_recv() is None
     (tmp_path / "go").touch()
     assert isinstance(worker.child.control.recv(PATIENCE_S)[0], Ready)
+
+
+def test_an_idle_worker_whose_device_fails_ends(make, tmp_path, capfd):
+    worker = make("later_wrong_worker", triton_cache_dir=str(tmp_path), prove_s=0.1)
+    assert isinstance(worker.child.control.recv(PATIENCE_S)[0], Ready)
+    front = worker.attach()
+    assert isinstance(front.recv(PATIENCE_S)[0], Hello)
+    for number in (1, 2):
+        time.sleep(0.7)  # proofs go well
+        front.send(attention(number))
+        assert isinstance(front.recv(PATIENCE_S)[0], Reply)
+    (tmp_path / "go").touch()
+    with pytest.raises(ChannelClosed):
+        front.recv(PATIENCE_S)
+    assert worker.child.join(PATIENCE_S)
+    assert worker.child.exit_code == DEVICE_LOST
+    assert worker.heartbeat.job == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert json.loads(line)["event"] == "device failed"
+    front.close()
 
 
 def test_a_device_that_cannot_be_proved_ends_the_worker(make, capfd):

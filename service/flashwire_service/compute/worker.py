@@ -20,17 +20,17 @@ from flashwire_service.compute.links import Links
 from flashwire_service.ipc.frames import Failure, Hello, Ready
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.logs import Log
-from flashwire_service.process import Adopted, adopt
+from flashwire_service.process import DEVICE_LOST, Adopted, adopt
 from flashwire_service.settings import Settings
 
 if TYPE_CHECKING:
     import torch
 
     from flashwire_service.compute.jobs import Jobs
+    from flashwire_service.compute.proving import Proving
 
 BUSY_GRACE_S = 5.0  # beyond the longest deadline, before a busy loop counts as hung
 STEP_LIMIT_S = 300.0  # for a few kernels to compile, on cores that others use, too
-DEVICE_LOST = os.EX_IOERR  # exit code: the device failed, and a new process may find it well
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     adopted = adopt(arguments)
     log = Log(f"worker-{adopted.index}", adopted.settings.log_level)
-    page = os.dup(adopted.fd)
-    heartbeat = Heartbeat.receive(adopted.fd)
+    page = os.dup(adopted.page)
+    heartbeat = Heartbeat.receive(adopted.page)
     if adopted.settings.triton_cache_dir:
         os.environ["TRITON_CACHE_DIR"] = adopted.settings.triton_cache_dir  # read by triton
     from flashwire_service.compute import device
@@ -54,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     facts = _prepare(chosen, adopted.settings, heartbeat, log)
 
     from flashwire_service.compute.jobs import Jobs
+    from flashwire_service.compute.proving import Proving
 
+    proving = Proving(chosen, adopted.settings.prove_s, heartbeat, log)
     jobs = Jobs(chosen, adopted.settings, adopted.index, log)
     intake = Intake(adopted.settings.queue_requests, adopted.settings.queue_bytes)
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
     threading.Thread(target=_link, args=(links, log), name="intake", daemon=True).start()
-    return _compute(adopted, heartbeat, intake, links, jobs)
+    return _compute(adopted, heartbeat, intake, links, jobs, proving)
 
 
 def _prepare(
@@ -107,7 +109,12 @@ def _link(links: Links, log: Log) -> None:
 
 
 def _compute(
-    adopted: Adopted, heartbeat: Heartbeat, intake: Intake, links: Links, jobs: Jobs
+    adopted: Adopted,
+    heartbeat: Heartbeat,
+    intake: Intake,
+    links: Links,
+    jobs: Jobs,
+    proving: Proving,
 ) -> int:
     """The compute loop, until the intake is closed and empty."""
     from flashwire_service.compute.failures import DeviceLost
@@ -117,11 +124,12 @@ def _compute(
         heartbeat.idle()
         jobs.sweep()
         ticket = intake.take(BEAT_S)
-        if ticket is None:
-            continue
         started = time.monotonic()
-        heartbeat.busy(started + busy_limit, ticket.job.id)
         try:
+            if ticket is None:
+                proving.turn()
+                continue
+            heartbeat.busy(started + busy_limit, ticket.job.id)
             answer = jobs.run(ticket, queue_depth=intake.depth)
         except DeviceLost:  # whoever waits for this worker learns it from the end of the socket
             _end(DEVICE_LOST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable
 from contextlib import closing
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from flashwire_service.front import (
     metrics,
     planning,
     problems,
+    readiness,
     reference,
     schemas,
 )
@@ -226,7 +228,7 @@ async def readyz(front: FrontEnd) -> dict[str, Any]:
     if front.pool.draining:
         raise Refusal("draining", "the server is shutting down")
     if not front.pool.ready:
-        raise Refusal("no_worker", "no worker is ready")
+        raise readiness.refusal(front.pool.state, time.monotonic())
     return {"ready": True, "workers": len(front.pool.facts)}
 
 
@@ -247,7 +249,9 @@ async def info(front: FrontEnd, caller: CallerOf) -> dict[str, Any]:
 )
 async def get_metrics(front: FrontEnd) -> Response:
     """What this front end counted."""
-    text = front.metrics.exposition(front.pool.facts, front.settings.workers)
+    text = front.metrics.exposition(
+        front.pool.facts, front.settings.workers, front.pool.state.restarts
+    )
     return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from flashwire_service.ipc.frames import Reply
 
@@ -15,6 +17,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
+
+
+class _Restarts(Collector):
+    """A count that the supervisor keeps."""
+
+    def __init__(self) -> None:
+        self.by_cause: Mapping[str, int] = {}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "flashwire_worker_restarts",
+            "Workers of the whole service that ended and were replaced, by cause.",
+            labels=["cause"],
+        )
+        for cause, count in sorted(self.by_cause.items()):
+            family.add_metric([cause], count)
+        yield family
 
 
 class Metrics:
@@ -44,6 +63,8 @@ class Metrics:
             "flashwire_queue_depth", "Requests that wait, as of the last reply."
         )
         self._up = self._worker_gauge("flashwire_worker_up", "1 while the worker takes jobs.")
+        self._restarts = _Restarts()
+        self._registry.register(self._restarts)
         build = Gauge(
             "flashwire_build_info", "Versions.", ("version", "python"), registry=self._registry
         )
@@ -65,8 +86,13 @@ class Metrics:
         self._residuals.labels(str(worker)).set(reply.residual_bytes)
         self._depth.labels(str(worker)).set(reply.queue_depth)
 
-    def exposition(self, workers: Mapping[int, object], expected: int) -> bytes:
-        """The text that Prometheus reads. `workers` are the ready ones, `expected` how many."""
+    def exposition(
+        self, workers: Mapping[int, object], expected: int, restarts: Mapping[str, int]
+    ) -> bytes:
+        """The text that Prometheus reads. `workers` are the ready ones, `expected` how many there
+        should be, `restarts` how often any ended, by cause.
+        """
+        self._restarts.by_cause = restarts
         for index in range(expected):
             self._up.labels(str(index)).set(index in workers)
             if index not in workers:  # what it held went with it

@@ -73,6 +73,8 @@ class Workers(Protocol):
     def draining(self) -> bool: ...
     @property
     def facts(self) -> Mapping[int, Mapping[str, Any]]: ...
+    @property
+    def state(self) -> State: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +124,7 @@ class Pool:
         self._suspects = Quarantine(quarantine_s)
         self._blaming: set[asyncio.Task[None]] = set()
         self.draining = False
+        self.state = State()  # as the supervisor last told it
 
     def listen(self, control: Channel) -> None:
         """Take workers from the supervisor, and tell it that this front end serves."""
@@ -294,6 +297,7 @@ class Pool:
             case Attach():  # there was no descriptor for it, and nobody will send it again
                 self._on_orphaned()
             case State():
+                self.state = frame
                 self._suspects.install(frame.suspects)
             case Reload():
                 self._on_reload(Keyring.unpacked(frame.keys))

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from flashwire_service.front.access import Access
 from flashwire_service.front.app import create_app
 from flashwire_service.front.http import Protocol
 from flashwire_service.front.pool import Pool
+from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.keys import Keyring
 from flashwire_service.logs import Log
 from flashwire_service.process import Adopted, adopt
@@ -28,6 +28,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, adopted: Adopted, log: Log) -> None:
         self._adopted = adopted
+        self._listener = adopted.listener()
+        self._heartbeat = Heartbeat.receive(adopted.page)
         self._log = log
         settings = adopted.settings
         self.pool = Pool(
@@ -46,7 +48,16 @@ class Server(uvicorn.Server):
         """Serve on the inherited socket until a Drain frame, then finish what is in flight."""
         self.pool.listen(self._adopted.control)
         gc.freeze()  # what was imported stays: collections need not look at it again
-        await self._serve([socket.socket(fileno=self._adopted.fd)])
+        beating = asyncio.ensure_future(self._beat())
+        await self._serve([self._listener])
+        beating.cancel()
+
+    async def _beat(self) -> None:
+        """Show that this loop turns."""
+        while True:
+            self._heartbeat.idle()
+            self.pool.sweep()
+            await asyncio.sleep(BEAT_S)
 
     def drain(self, grace: float) -> None:
         """Not ready at once; new connections are not taken; those in flight have `grace` s."""
@@ -87,6 +98,8 @@ def config_of(
 ) -> uvicorn.Config:
     """How uvicorn serves our application; over TLS where there is a certificate."""
     Protocol.max_header_bytes = settings.max_header_bytes
+    Protocol.min_download_rate = settings.min_download_rate
+    Protocol.max_connections = settings.max_connections
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=Protocol,

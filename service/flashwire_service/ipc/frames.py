@@ -103,14 +103,21 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """From the supervisor, a child's first frame: who it is. For a front the listening socket
-    rides along, for a worker the page of its heartbeat.
+    """From the supervisor, a child's first frame: who it is. The page of its heartbeat rides
+    along.
     """
 
     kind: ClassVar[str] = "start"
     index: int
     parent: int
     settings: bytes  # Settings.to_bytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """From the supervisor, a front's second frame: the listening socket rides along."""
+
+    kind: ClassVar[str] = "listen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +174,34 @@ class Acquit:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker's place, as the supervisor sees it. Times are CLOCK_MONOTONIC seconds."""
+
+    ready: bool
+    since: float  # when it became so
+    cause: str  # how the last process there ended; "" when none has
+    restarts: int
+    next_try: float  # when a process will be started; 0.0 when there is one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """From the supervisor to a front, at its start and on every change: what all should know."""
+    """From the supervisor to a front, at its start and on every change: what all should know.
+
+    restarts  how often workers have ended, by cause
+    suspects  the book of requests that ended workers
+    """
 
     kind: ClassVar[str] = "state"
+    workers: tuple[WorkerState, ...] = ()
+    restarts: dict[str, int] = field(default_factory=dict)
     suspects: tuple[Entry, ...] = ()
 
 
 Frame = (
     Job | Cancel | Hello | Reply | Failure
-    | Start | Ready | Attach | Reload | Drain | Suspect | Acquit | State
+    | Start | Listen | Ready | Attach | Reload | Drain | Suspect | Acquit | State
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {t.kind: t for t in get_args(Frame)}
 
@@ -190,6 +214,7 @@ def encode(frame: Frame) -> bytes:
             name: (t.dtype, t.shape, t.segments) for name, t in frame.tensors.items()
         }
     elif isinstance(frame, State):
+        values["workers"] = [dataclasses.astuple(worker) for worker in frame.workers]
         values["suspects"] = [dataclasses.astuple(entry) for entry in frame.suspects]
     packed: bytes = msgpack.packb({"kind": frame.kind, **values})
     return packed
@@ -202,6 +227,7 @@ def decode(packet: bytes | memoryview) -> Frame:
     if frame_type is Job:
         values["tensors"] = {name: TensorSlot(*slot) for name, slot in values["tensors"].items()}
     elif frame_type is State:
+        values["workers"] = tuple(WorkerState(*row) for row in values["workers"])
         values["suspects"] = tuple(Entry(*row) for row in values["suspects"])
     frame: Frame = frame_type(**values)
     return frame

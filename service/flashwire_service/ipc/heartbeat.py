@@ -13,7 +13,7 @@ from flashwire_service.ipc.memory import Memory
 
 SIZE = 4096
 IDLE_LIMIT_S = 2.0  # a worker idle and silent for longer is hung
-BEAT_S = 0.5  # how often an idle loop beats
+BEAT_S = 0.5  # how often an idle loop beats; that of a front end always
 
 
 class Heartbeat:
@@ -33,7 +33,7 @@ class Heartbeat:
         return cls(Memory.receive(fd, SIZE))
 
     def idle(self) -> None:
-        """Written by the loop: ready, and waiting for work."""
+        """Written by the loop: ready, and waiting for work. A front end's loop is never busy."""
         self._cells[0] = time.monotonic()
         self._cells[1] = 0.0
         self._job[0] = 0

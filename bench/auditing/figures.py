@@ -11,6 +11,7 @@ from auditing.cases import Case, calls, is_main, kernel_name
 from auditing.compiling import compile_call
 from auditing.disassembly import Instruction, parse
 from auditing.loops import Steady, steady_loop
+from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.call import Call
 
 _PRODUCTS = {"forward": (1, 1), "decode": (1, 1), "keys": (2, 2), "queries": (2, 1)}
@@ -134,7 +135,8 @@ def read_loop(case: Case, call: Call, listing: str) -> Loop | None:
 
 
 def _bound(case: Case, card: Card, call: Call, steady: Steady) -> Bound:
-    m, n, dim, dim_v = (call.constants[name] for name in ("M", "N", "DIM_PAD", "DIM_V_PAD"))
+    m, n = call.constants["M"], call.constants["N"]
+    dim, dim_v = (padded(call.constants[name]) for name in ("DIM", "DIM_V"))
     of_q, of_v = _PRODUCTS[case.kind]
     on_tensor_cores = any(i.matrix for i in steady.body)
     rate: float = card.tensor

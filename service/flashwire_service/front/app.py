@@ -36,6 +36,7 @@ from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
+from flashwire_service.front.uploads import Uploads
 from flashwire_service.keys import RIGHTS
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
@@ -58,6 +59,11 @@ class Front:
         self.settings = settings
         self.pool = pool
         self.metrics = counted
+        self.uploads = Uploads(settings.upload_bytes)
+
+    async def read(self, request: Request, caller: Caller, schema: wire.Schema) -> Message:
+        """The message in a request's body, or what body.read raises. The caller closes it."""
+        return await body.read(request, caller.settings, schema, self.uploads)
 
     async def compute(
         self,
@@ -133,7 +139,7 @@ _compute, _info, _metrics = (APIRouter(dependencies=[Depends(needs(right))]) for
 async def attention(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.ATTENTION)) as message:
+    with closing(await front.read(request, caller, wire.ATTENTION)) as message:
         options = checks.attention(message).options
         answer = await front.compute(request, "attention", options, message, caller=caller)
     return _reply(request, answer)
@@ -148,7 +154,7 @@ async def attention(request: Request, front: FrontEnd, caller: CallerOf) -> Resp
 async def backward(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.BACKWARD)) as message:
+    with closing(await front.read(request, caller, wire.BACKWARD)) as message:
         worker = None
         if message.options.get("residual") is None:
             options = checks.backward(message).options
@@ -170,7 +176,7 @@ async def backward(request: Request, front: FrontEnd, caller: CallerOf) -> Respo
 async def check(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """Whether results agree within the error budget, tensor by tensor."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.CHECK)) as message:
+    with closing(await front.read(request, caller, wire.CHECK)) as message:
         options = checks.check(message).options
         answer = await front.compute(request, "check", options, message, caller=caller)
     return _reply(request, answer)
@@ -179,13 +185,13 @@ async def check(request: Request, front: FrontEnd, caller: CallerOf) -> Response
 @_compute.post(
     "/attention/plan",
     summary="What a request would cost",
-    responses=schemas.responses("plan", 400, 401, 403, 408, 413, 415, 422, 500),
+    responses=schemas.responses("plan", 400, 401, 403, 408, 413, 415, 422, 429, 500),
     openapi_extra=schemas.operation("plan"),
 )
 async def plan(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """FLOPs, bytes, tiles and an estimate, from shapes alone."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.PLAN)) as message:
+    with closing(await front.read(request, caller, wire.PLAN)) as message:
         options, problem = checks.plan(message)
         result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
     if accepted(request) == "json":

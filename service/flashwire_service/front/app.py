@@ -17,12 +17,14 @@ from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Resp
 from starlette.requests import ClientDisconnect
 
 from flashwire import wire
+from flashwire_kernels.validation import Problem
 from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
 from flashwire_service.front import (
     access,
     body,
     checks,
+    estimates,
     metrics,
     planning,
     problems,
@@ -73,10 +75,13 @@ class Front:
         message: Message | None,
         *,
         caller: Caller,
+        problem: Problem | None = None,
         worker: int | None = None,
     ) -> Answer:
         """Have a worker do it. A caller who leaves, or a deadline, ends the wait."""
         limits = caller.settings
+        facts = next(iter(self.pool.facts.values()), {})
+        asked = options.get("backend") or "auto"
         work = Work(
             route=route,
             options=options,
@@ -86,6 +91,9 @@ class Front:
             owner=caller.owner,
             max_queued=limits.queue_requests if caller.owner else None,
             max_residual_bytes=limits.residual_bytes if caller.owner else None,
+            device_bytes=estimates.device_bytes(
+                route, message, problem, asked, facts.get("device", "cpu")
+            ),
             accept=accepted(request),
             timeout_s=timeout_s(request, limits),
         )
@@ -140,8 +148,10 @@ async def attention(request: Request, front: FrontEnd, caller: CallerOf) -> Resp
     """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
     timeout_s(request, caller.settings)
     with closing(await front.read(request, caller, wire.ATTENTION)) as message:
-        options = checks.attention(message).options
-        answer = await front.compute(request, "attention", options, message, caller=caller)
+        checked = checks.attention(message)
+        answer = await front.compute(
+            request, "attention", checked.options, message, caller=caller, problem=checked.problem
+        )
     return _reply(request, answer)
 
 
@@ -155,14 +165,21 @@ async def backward(request: Request, front: FrontEnd, caller: CallerOf) -> Respo
     """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
     timeout_s(request, caller.settings)
     with closing(await front.read(request, caller, wire.BACKWARD)) as message:
-        worker = None
+        worker = problem = None
         if message.options.get("residual") is None:
-            options = checks.backward(message).options
+            checked = checks.backward(message)
+            options, problem = checked.options, checked.problem
         else:
             options = checks.backward_by_residual(message)
             worker = front.worker_of_residual(options["residual"], caller)
         answer = await front.compute(
-            request, "backward", options, message, caller=caller, worker=worker
+            request,
+            "backward",
+            options,
+            message,
+            caller=caller,
+            problem=problem,
+            worker=worker,
         )
     return _reply(request, answer)
 
@@ -177,8 +194,10 @@ async def check(request: Request, front: FrontEnd, caller: CallerOf) -> Response
     """Whether results agree within the error budget, tensor by tensor."""
     timeout_s(request, caller.settings)
     with closing(await front.read(request, caller, wire.CHECK)) as message:
-        options = checks.check(message).options
-        answer = await front.compute(request, "check", options, message, caller=caller)
+        checked = checks.check(message)
+        answer = await front.compute(
+            request, "check", checked.options, message, caller=caller, problem=checked.problem
+        )
     return _reply(request, answer)
 
 

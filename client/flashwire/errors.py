@@ -24,6 +24,7 @@ FlashwireError
     +-- NoWorker                no_worker, 503
     +-- WorkerDied              worker_died, 503
     +-- Draining                draining, 503
+    +-- TooManyConnections      too_many_connections, 503
     +-- DeadlineExceeded        deadline_exceeded, 504
     +-- NotEnoughMemory         not_enough_memory, 507
 
@@ -251,6 +252,13 @@ class Draining(RequestError):
     """The server is shutting down."""
 
     code = "draining"
+    default_status = 503
+
+
+class TooManyConnections(RequestError):
+    """All connections that the server keeps are in use."""
+
+    code = "too_many_connections"
     default_status = 503
 
 

@@ -33,11 +33,18 @@ _TITLES = {
     "no_worker": "No worker is ready",
     "worker_died": "The worker died",
     "draining": "The server is shutting down",
+    "too_many_connections": "Too many connections",
     "deadline_exceeded": "The deadline has passed",
     "not_enough_memory": "Not enough memory",
 }
 # Seconds until a caller may try again, where the failure itself does not say.
-_RETRY_AFTER = {"queue_full": 1.0, "no_worker": 2.0, "worker_died": 2.0, "draining": 5.0}
+_RETRY_AFTER = {
+    "queue_full": 1.0,
+    "no_worker": 2.0,
+    "worker_died": 2.0,
+    "draining": 5.0,
+    "too_many_connections": 2.0,
+}
 
 EXHAUSTED = "the server holds as many requests as the system gives it file descriptors for"
 _EXHAUSTION = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})

@@ -126,10 +126,23 @@ class Settings:
     min_upload_rate: int = _setting(
         16 * 2**10, parse.size(0), "bytes per second that an upload must keep up; 0: any", _BYTES
     )
+    min_download_rate: int = _setting(
+        16 * 2**10, parse.size(0), "bytes per second at which a reply must be read; 0: any", _BYTES
+    )
+    upload_bytes: int = _setting(
+        4 * 2**30, parse.size(1024), "bytes of bodies that an HTTP process receives at once", _BYTES
+    )
+    max_connections: int = _setting(
+        1024, parse.integer(1, 10**6), "connections that an HTTP process keeps open", "N"
+    )
     queue_requests: int = _setting(64, parse.integer(1, 10**6), "requests a worker lets wait", "N")
     queue_bytes: int = _setting(
         4 * 2**30, parse.size(1024), "bytes of requests a worker lets wait", _BYTES
     )
+    queue_device_bytes: int = _setting(
+        16 * 2**30, parse.size(1024),
+        "device memory that requests a worker lets wait are estimated to need, in all", _BYTES,
+    )  # fmt: skip
     max_timeout_ms: int = _setting(
         300_000, parse.integer(1, 86_400_000),
         "longest wait for queue and compute; also the default", "MILLISECONDS",
@@ -343,12 +356,13 @@ def _contradictions(settings: Settings) -> Iterator[tuple[set[str], str]]:
     if settings.tls_cert or settings.tls_key:
         for flag, said in tls.mistakes(settings.tls_cert, settings.tls_key):
             yield {"tls_cert", "tls_key"}, f"{flag}: {said}"
-    if settings.queue_bytes < settings.max_body_bytes:
-        yield (
-            {"queue_bytes", "max_body_bytes"},
-            f"--queue-bytes: {settings.queue_bytes} is less than one request of "
-            f"--max-body-bytes ({settings.max_body_bytes})",
-        )
+    for name in ("queue_bytes", "upload_bytes"):
+        if getattr(settings, name) < settings.max_body_bytes:
+            yield (
+                {name, "max_body_bytes"},
+                f"--{name.replace('_', '-')}: {getattr(settings, name)} is less than one request "
+                f"of --max-body-bytes ({settings.max_body_bytes})",
+            )
 
 
 def _is_loopback(host: str) -> bool:

@@ -26,6 +26,7 @@ from flashwire_service.errors import ROWS
 HERE = Path(__file__).parent
 SMALL: dict[str, Any] = {"q": [[1, 0]], "k": [[1, 0], [0, 1]], "v": [[1, 2], [3, 4]]}
 RAISE, DIE, SLEEP = 6001.0, 6002.0, 6003.0  # faults of faulty_worker.py
+CONNECTIONS = 8
 PATIENCE_S = 30.0
 
 
@@ -337,6 +338,19 @@ def provoke_the_clock(bob: Provoked) -> None:
     assert "queue_full" in codes
 
 
+def provoke_a_crowd(bob: Provoked) -> None:
+    """Every place is taken by a request whose head is half there."""
+    for _ in range(10):
+        if "too_many_connections" in bob.texts:
+            return
+        with contextlib.ExitStack() as crowd:
+            for _ in range(CONNECTIONS):
+                address = (bob.server.host, bob.server.port)
+                crowd.enter_context(socket.create_connection(address)).sendall(b"GET /info HT")
+            bob.raw(b"GET /no-such-thing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    raise AssertionError("there was always room")
+
+
 def provoke_deaths(bob: Provoked) -> None:
     """The one worker dies of a request, and its successor of the same one."""
     for code in ("worker_died", "quarantined"):
@@ -368,11 +382,12 @@ def test_no_failure_tells_what_is_not_its_callers(
     )
     server = start_server(
         "--api-keys-file", path, "--queue-requests", "1", "--keep-alive-s", "1", "--grace-s", "0.1",
-        "--max-materialise-bytes", "16KiB", program=(str(HERE / "faulty_service.py"),),
+        "--max-materialise-bytes", "16KiB", "--max-connections", str(CONNECTIONS),
+        program=(str(HERE / "faulty_service.py"),),
     )  # fmt: skip
     alice_was_here(server)
     bob = Provoked(server)
-    for stage in (provoke, provoke_the_clock, provoke_deaths, provoke_the_end):
+    for stage in (provoke, provoke_the_clock, provoke_a_crowd, provoke_deaths, provoke_the_end):
         stage(bob)
     assert set(bob.texts) == set(ROWS)
     for code, text in bob.texts.items():

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from flashwire import wire
 from flashwire_service.errors import Refusal
 from flashwire_service.front import body
+from flashwire_service.front.uploads import Uploads
 from flashwire_service.settings import Settings
 
 # A message whose q has 2**20 elements, up to its payload.
@@ -30,7 +31,7 @@ def piece(data: bytes, more: bool = True) -> dict[str, Any]:
 
 
 async def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "_SLOW_START_S", 0.05)
+    monkeypatch.setattr(body, "WINDOW_S", 0.05)
     events = [piece(HEAD), piece(b"\0" * 100)]
 
     async def receive() -> dict[str, Any]:
@@ -39,13 +40,13 @@ async def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -
         return events.pop(0)
 
     with pytest.raises(Refusal) as caught:
-        await body.read(request_of(receive), Settings(), wire.ATTENTION)
+        await body.read(request_of(receive), Settings(), wire.ATTENTION, Uploads(2**30))
     assert caught.value.code == "request_timeout"
     assert f"{len(HEAD) + 100} bytes" in caught.value.detail
 
 
 async def test_a_steady_upload_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "_SLOW_START_S", 0.05)
+    monkeypatch.setattr(body, "WINDOW_S", 0.05)
     message = wire.encode({}, {})
     events = [piece(message[:0]), piece(message, more=False)]
 
@@ -54,7 +55,9 @@ async def test_a_steady_upload_may_take_its_time(monkeypatch: pytest.MonkeyPatch
         return events.pop(0)
 
     settings = Settings(min_upload_rate=0)
-    assert (await body.read(request_of(receive), settings, wire.ATTENTION)).size == len(message)
+    assert (
+        await body.read(request_of(receive), settings, wire.ATTENTION, Uploads(2**30))
+    ).size == len(message)
 
 
 @pytest.mark.parametrize("end", ["disconnect", "bad bytes", "too large"])
@@ -75,5 +78,5 @@ async def test_no_memory_is_kept_of_an_upload_that_fails(end: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     settings = Settings(max_body_bytes=150_000 if end == "too large" else 2**30)
     with pytest.raises((Refusal, ClientDisconnect)):
-        await body.read(request_of(receive), settings, wire.ATTENTION)
+        await body.read(request_of(receive), settings, wire.ATTENTION, Uploads(2**30))
     assert len(os.listdir("/proc/self/fd")) == before

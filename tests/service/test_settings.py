@@ -82,6 +82,8 @@ def test_an_open_address_needs_keys_or_a_clear_word() -> None:
 
 
 def test_the_queue_must_take_the_largest_request() -> None:
+    said = mistakes({"max_body_bytes": "2M", "upload_bytes": "1M"})
+    assert said[0].startswith("--upload-bytes: ")
     said = mistakes({"max_body_bytes": "2M", "queue_bytes": "1M"})
     assert said[0].startswith("--queue-bytes: ")
 

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
     proving = Proving(chosen, adopted.settings.prove_s, heartbeat, log)
     jobs = Jobs(chosen, adopted.settings, adopted.index, log)
-    intake = Intake(adopted.settings.queue_requests, adopted.settings.queue_bytes)
+    own = adopted.settings
+    intake = Intake(own.queue_requests, own.queue_bytes, own.queue_device_bytes)
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
     links = Links(adopted.control, intake, hello, page)
     heartbeat.idle()

@@ -17,12 +17,14 @@ from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Resp
 from starlette.requests import ClientDisconnect
 
 from flashwire import wire
+from flashwire_kernels.validation import Problem
 from flashwire_service import residual_id
 from flashwire_service.errors import Refusal
 from flashwire_service.front import (
     access,
     body,
     checks,
+    estimates,
     metrics,
     planning,
     problems,
@@ -36,6 +38,7 @@ from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
+from flashwire_service.front.uploads import Uploads
 from flashwire_service.keys import RIGHTS
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
@@ -58,6 +61,11 @@ class Front:
         self.settings = settings
         self.pool = pool
         self.metrics = counted
+        self.uploads = Uploads(settings.upload_bytes)
+
+    async def read(self, request: Request, caller: Caller, schema: wire.Schema) -> Message:
+        """The message in a request's body, or what body.read raises. The caller closes it."""
+        return await body.read(request, caller.settings, schema, self.uploads)
 
     async def compute(
         self,
@@ -67,10 +75,13 @@ class Front:
         message: Message | None,
         *,
         caller: Caller,
+        problem: Problem | None = None,
         worker: int | None = None,
     ) -> Answer:
         """Have a worker do it. A caller who leaves, or a deadline, ends the wait."""
         limits = caller.settings
+        facts = next(iter(self.pool.facts.values()), {})
+        asked = options.get("backend") or "auto"
         work = Work(
             route=route,
             options=options,
@@ -80,6 +91,9 @@ class Front:
             owner=caller.owner,
             max_queued=limits.queue_requests if caller.owner else None,
             max_residual_bytes=limits.residual_bytes if caller.owner else None,
+            device_bytes=estimates.device_bytes(
+                route, message, problem, asked, facts.get("device", "cpu")
+            ),
             accept=accepted(request),
             timeout_s=timeout_s(request, limits),
         )
@@ -133,9 +147,11 @@ _compute, _info, _metrics = (APIRouter(dependencies=[Depends(needs(right))]) for
 async def attention(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """softmax(scale q.k + bias) v over the visible keys, in float32 or wider, and its lse."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.ATTENTION)) as message:
-        options = checks.attention(message).options
-        answer = await front.compute(request, "attention", options, message, caller=caller)
+    with closing(await front.read(request, caller, wire.ATTENTION)) as message:
+        checked = checks.attention(message)
+        answer = await front.compute(
+            request, "attention", checked.options, message, caller=caller, problem=checked.problem
+        )
     return _reply(request, answer)
 
 
@@ -148,15 +164,22 @@ async def attention(request: Request, front: FrontEnd, caller: CallerOf) -> Resp
 async def backward(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """dq, dk, dv (dbias, dsinks) from a saved forward, or from the inputs again."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.BACKWARD)) as message:
-        worker = None
+    with closing(await front.read(request, caller, wire.BACKWARD)) as message:
+        worker = problem = None
         if message.options.get("residual") is None:
-            options = checks.backward(message).options
+            checked = checks.backward(message)
+            options, problem = checked.options, checked.problem
         else:
             options = checks.backward_by_residual(message)
             worker = front.worker_of_residual(options["residual"], caller)
         answer = await front.compute(
-            request, "backward", options, message, caller=caller, worker=worker
+            request,
+            "backward",
+            options,
+            message,
+            caller=caller,
+            problem=problem,
+            worker=worker,
         )
     return _reply(request, answer)
 
@@ -170,22 +193,24 @@ async def backward(request: Request, front: FrontEnd, caller: CallerOf) -> Respo
 async def check(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """Whether results agree within the error budget, tensor by tensor."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.CHECK)) as message:
-        options = checks.check(message).options
-        answer = await front.compute(request, "check", options, message, caller=caller)
+    with closing(await front.read(request, caller, wire.CHECK)) as message:
+        checked = checks.check(message)
+        answer = await front.compute(
+            request, "check", checked.options, message, caller=caller, problem=checked.problem
+        )
     return _reply(request, answer)
 
 
 @_compute.post(
     "/attention/plan",
     summary="What a request would cost",
-    responses=schemas.responses("plan", 400, 401, 403, 408, 413, 415, 422, 500),
+    responses=schemas.responses("plan", 400, 401, 403, 408, 413, 415, 422, 429, 500),
     openapi_extra=schemas.operation("plan"),
 )
 async def plan(request: Request, front: FrontEnd, caller: CallerOf) -> Response:
     """FLOPs, bytes, tiles and an estimate, from shapes alone."""
     timeout_s(request, caller.settings)
-    with closing(await body.read(request, caller.settings, wire.PLAN)) as message:
+    with closing(await front.read(request, caller, wire.PLAN)) as message:
         options, problem = checks.plan(message)
         result = await asyncio.to_thread(planning.plan, options, problem, message, front.pool.facts)
     if accepted(request) == "json":

@@ -16,27 +16,38 @@ from flashwire import wire
 from flashwire_service.errors import Refusal
 from flashwire_service.front import json_codec
 from flashwire_service.front.message import Message, quoted
+from flashwire_service.front.uploads import Upload, Uploads
 from flashwire_service.ipc.channel import MAX_INLINE
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.settings import Settings
 
 JSON = "application/json"
-_SLOW_START_S = 10.0  # an upload may be slower than the minimum rate for so long
+WINDOW_S = 10.0  # an upload may be silent, or short of the minimum rate, for so long
 
 
-async def read(request: Request, settings: Settings, schema: wire.Schema) -> Message:
+async def read(
+    request: Request, settings: Settings, schema: wire.Schema, uploads: Uploads
+) -> Message:
     """The message in a request's body. The caller closes it.
 
-    Raises Refusal: unsupported_media_type, too_large, malformed, invalid, request_timeout; and
-    ClientDisconnect.
+    Raises Refusal: unsupported_media_type, too_large, malformed, invalid, request_timeout,
+    queue_full when `uploads` have no room for it; and ClientDisconnect.
     """
+    with uploads.upload() as upload:
+        return await _read(request, settings, schema, upload)
+
+
+async def _read(
+    request: Request, settings: Settings, schema: wire.Schema, upload: Upload
+) -> Message:
     media_type = media_type_of(request)
     limit = settings.max_body_bytes
     if media_type == JSON:
         limit = min(limit, json_codec.MAX_BYTES)
     limits = limits_of(settings, limit)
     total = _content_length(request, limit)
-    chunks = _chunks(request, limit, settings.min_upload_rate)
+    await upload.begin(total)
+    chunks = _chunks(request, limit, settings.min_upload_rate, upload)
     if media_type == JSON:
         body = b"".join([chunk async for chunk in chunks])
         message = await asyncio.to_thread(json_codec.decode, body, schema, limits)
@@ -93,27 +104,36 @@ def _content_length(request: Request, limit: int) -> int | None:
     return int(given)
 
 
-async def _chunks(request: Request, limit: int, min_rate: int) -> AsyncIterator[bytes]:
-    """The body as it comes, counted."""
+async def _chunks(
+    request: Request, limit: int, min_rate: int, upload: Upload
+) -> AsyncIterator[bytes]:
+    """The body as it comes, counted.
+
+    Each byte buys its sender time, 1 / min_rate seconds, of which WINDOW_S can be saved up: so
+    over any length of time t, at least (t - WINDOW_S) * min_rate bytes come, however fast the
+    beginning was. Only time that is spent on waiting for the sender counts.
+    """
     clock = asyncio.get_running_loop().time
-    received, started = 0, clock()
+    received, patience = 0, WINDOW_S
     stream = request.stream()
     while True:
-        patience = started + _SLOW_START_S + received / min_rate if min_rate else None
+        started = clock()
         try:
-            async with asyncio.timeout_at(patience):
+            async with asyncio.timeout(patience if min_rate else None):
                 chunk = await anext(stream, None)
         except TimeoutError:
             raise Refusal(
                 "request_timeout",
-                f"{received} bytes came in {clock() - started:.0f} s; at least {min_rate} "
-                "a second must",
+                f"{received} bytes came, and of late fewer than {min_rate} a second",
             ) from None
         if chunk is None:
             return
         received += len(chunk)
         if received > limit:
             raise _too_large("the body is larger", limit)
+        if min_rate:
+            patience = min(WINDOW_S, patience - (clock() - started) + len(chunk) / min_rate)
+        await upload.grow(received)
         yield chunk
 
 

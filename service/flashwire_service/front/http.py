@@ -6,7 +6,10 @@ thrown away: closing at once would reset the connection under the client before 
 
 uvicorn times a connection from its first reply on, and only while nothing comes. Here a clock also
 runs from the start, and from the first byte of a head to its last: whoever sends nothing, or half a
-head, or a byte now and then, does not keep a connection.
+head, or a byte now and then, does not keep a connection. Nor does whoever does not read a reply.
+
+Connections are counted. One too many takes the place of the one that has been idle for longest, or
+is refused where all are in use.
 """
 
 from __future__ import annotations
@@ -26,15 +29,24 @@ from flashwire_service.front import headers, problems
 
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
+READ_WINDOW_S = 10.0  # for so long a client may be silent, or slower than the minimum rate
+ENDING_AT_ONCE = 64  # connections beyond the limit that are being refused or closed
 _MAX_DIGITS = 19  # of a 64-bit length
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 3986, section 3.2.2, with a port
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. `max_header_bytes` bounds a request's line and headers together."""
+    """One connection.
+
+    max_header_bytes    of a request's line and headers together
+    min_download_rate   bytes per second at which what is sent must be taken; 0: any
+    max_connections     of all, but for those that are being refused
+    """
 
     max_header_bytes = 32 * 2**10
+    min_download_rate = 16 * 2**10
+    max_connections = 1024
 
     def __init__(
         self,
@@ -50,14 +62,32 @@ class Protocol(HttpToolsProtocol):
         self._lingering = False
         self._discarded = 0
         self._patience: asyncio.TimerHandle | None = None  # for the next head to be complete
+        self._slow_reader: asyncio.TimerHandle | None = None  # for what was sent to be taken
+        self._unused_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         self._start_patience()
+        if len(self.connections) > self.max_connections:
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_patience()
+        self._stop_watching()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():  # then what is left must still be taken
+            self._stop_watching()
+
+    def on_response_complete(self) -> None:
+        self._unused_since = self.loop.time()
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -126,6 +156,36 @@ class Protocol(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._answering or self._in_head or self.transport.is_closing())
+
+    def _make_room(self) -> None:
+        """This connection is one too many."""
+        if len(self.connections) > self.max_connections + ENDING_AT_ONCE:
+            self.transport.abort()
+            return
+        others = [c for c in self.connections if isinstance(c, Protocol) and c is not self]
+        if sum(not c.transport.is_closing() for c in others) < self.max_connections:
+            return
+        idle = [c for c in others if c._idle]
+        if idle:
+            min(idle, key=lambda c: c._unused_since).transport.close()
+        else:
+            said = f"all {self.max_connections} connections that this server keeps are in use"
+            self._refuse(Refusal("too_many_connections", said))
+
+    def watch_reader(self) -> None:
+        """Cut the connection off unless what was sent is taken in time."""
+        if self._slow_reader is None and self.min_download_rate:
+            taking_s = self.transport.get_write_buffer_size() / self.min_download_rate
+            self._slow_reader = self.loop.call_later(READ_WINDOW_S + taking_s, self.transport.abort)
+
+    def _stop_watching(self) -> None:
+        if self._slow_reader is not None:
+            self._slow_reader.cancel()
+            self._slow_reader = None
 
     def _start_patience(self) -> None:
         self._end_patience()
@@ -218,6 +278,8 @@ class _Lingering:
         if self._closing:
             return
         self._closing = True
+        if self._transport.get_write_buffer_size():
+            self._protocol.watch_reader()
         if self._protocol.expects_more and not self._transport.is_closing():
             self._protocol.linger(self._transport)
         else:
@@ -238,6 +300,7 @@ def _whole_reply(refusal: Refusal, security: Mapping[str, str]) -> bytes:
         "content-length": len(body),
         "x-request-id": request_id,
         "connection": "close",
+        **problems.retry_after(refusal),
         **security,
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"

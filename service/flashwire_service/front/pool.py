@@ -50,6 +50,7 @@ class Work:
     owner: str = ""
     max_queued: int | None = None
     max_residual_bytes: int | None = None
+    device_bytes: int = 0
     accept: str = "msgpack"
     timeout_s: float
 
@@ -285,6 +286,7 @@ class Pool:
             owner=work.owner,
             max_queued=work.max_queued,
             max_residual_bytes=work.max_residual_bytes,
+            device_bytes=work.device_bytes,
             accept=work.accept,
             received=time.monotonic(),
             deadline=deadline,

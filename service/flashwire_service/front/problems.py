@@ -46,15 +46,19 @@ def encode(refusal: Refusal, request_id: str) -> bytes:
 
 def response(refusal: Refusal, request_id: str) -> Response:
     """The reply to a refused request."""
-    headers = dict(refusal.headers)
-    if refusal.retry_after is not None:
-        headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
     return Response(
         encode(refusal, request_id),
         status_code=refusal.row.status,
         media_type=MEDIA_TYPE,
-        headers=headers,
+        headers={**refusal.headers, **retry_after(refusal)},
     )
+
+
+def retry_after(refusal: Refusal) -> dict[str, str]:
+    """The header of that name, in whole seconds, where trying again may help."""
+    if refusal.retry_after is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(refusal.retry_after)))}
 
 
 def install(app: FastAPI) -> None:

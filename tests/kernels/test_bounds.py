@@ -307,16 +307,8 @@ FAR = {
 }
 
 
-NARROW = pytest.mark.xfail(
-    strict=True, raises=InterpreterError, reason="ALiBi's and head dimensions' strides, in 32 bits"
-)
-
-
-@pytest.mark.parametrize(("options", "place"), [
-    pytest.param(FAR["dense"], far_rows, marks=NARROW), (FAR["packed"], far_rows),
-    (FAR["decode"], far_rows), pytest.param(FAR["dense"], far_dims, marks=NARROW),
-    pytest.param(FAR["packed"], far_dims, marks=NARROW),
-    pytest.param(FAR["decode"], far_dims, marks=NARROW)])  # fmt: skip
+@pytest.mark.parametrize("place", [far_rows, far_dims])
+@pytest.mark.parametrize("options", FAR.values(), ids=FAR)
 def test_distances_beyond_32_bits(options, place, watch, monkeypatch):
     use(monkeypatch, (16, 32))
     assert_right(make(Case(**options, heads_q=3, heads_kv=3, dim=40, causal=True)), place)

@@ -37,13 +37,13 @@ SHORT = {
     "window off by one": Mutation("shift - window.left", "shift - window.left + 1", PAIRS),
     "sum over a group forgotten": Mutation("range(GROUP)", "range(1)", HEADS),
     "dlse forgotten": Mutation("total -= tl.load(", "total -= 0 * tl.load(", LENGTHS),
-    "last split ignored": Mutation("range(splits)", "range(splits - 1)", DECODE),
+    "last split ignored": Mutation("split < splits", "split < splits - 1", DECODE),
     "a key too many seen by all": Mutation(
         "first + shift + right + 1)", "first + shift + right + 2)", EDGES
     ),
 }
 LONG = {
-    "correction of out dropped": Mutation("acc * correction[:, None]", "acc", LENGTHS),
+    "correction of out dropped": Mutation("acc[c] * correction[:, None]", "acc[c]", LENGTHS),
     "right end off by one": Mutation("shift + window.right", "shift + window.right - 1", PAIRS),
     "a key too many before the others": Mutation("last - 1 + shift", "last - 2 + shift", EDGES),
     "last keys skipped": Mutation("last + shift + right)", "last + shift + right - 1)", EDGES),

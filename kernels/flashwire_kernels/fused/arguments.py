@@ -142,7 +142,9 @@ def tiles(
     aligned = all(s > 0 and s * item % 16 == 0 for s in strides[:-1]) and t.data_ptr() % 16 == 0
     if not t.numel() or strides[-1] != 1 or not aligned:
         return None
-    return TensorDescriptor(t, list(t.shape), list(strides), [1, 1, n, width or padded(t.shape[-1])])
+    return TensorDescriptor(
+        t, list(t.shape), list(strides), [1, 1, n, width or padded(t.shape[-1])]
+    )
 
 
 def scalars(t: torch.Tensor, packed: bool) -> Scalars:
@@ -223,8 +225,8 @@ def lengths(problem: Problem, device: torch.device) -> Lengths:
 
 def ungrouped(problem: Problem, device: torch.device) -> tuple[Any, ...]:
     """The members of Window, Dropout (each None without one) and Lengths, for a kernel to take one
-    by one and put together: for a tuple's, Triton would compile it anew where one is 1 or a multiple
-    of 16, whatever the kernel says.
+    by one and put together: for a tuple's, Triton would compile it anew where one is 1 or a
+    multiple of 16, whatever the kernel says.
     """
     thrown = dropout(problem) or (None,) * len(Dropout._fields)
     return *window(problem), *thrown, *lengths(problem, device)
@@ -323,6 +325,11 @@ def widths(problem: Problem, config: Config) -> dict[str, int]:
         "WIDTH": min(whole, padded(problem.dim)),
         "WIDTH_V": min(whole, padded(problem.dim_v)),
     }
+
+
+def in_vectors(t: torch.Tensor) -> bool:
+    """Whether Triton can tell that rows lie where they can be loaded 16 bytes at a time."""
+    return t.stride(-1) == 1 and all(stride % 16 == 0 for stride in t.stride()[:-1])
 
 
 def padded(dim: int) -> int:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from flashwire_kernels.fused import config, decode, infinite
-from flashwire_kernels.fused.arguments import padded
+from flashwire_kernels.fused.arguments import in_vectors, padded
 from flashwire_kernels.fused.dbias import bias_call
 from flashwire_kernels.fused.forward import call as forward_call
 from flashwire_kernels.fused.gradients import delta_call, row_numbers
@@ -113,7 +113,8 @@ def _fill_rest(offsets: tuple[int, ...] | None, t: torch.Tensor, value: float) -
 
 def _config(kind: config.Pass, problem: Problem, x: Inputs) -> config.Config:
     modified = (
-        bool(problem.spec.dropout_p or problem.spec.softcap)
+        not all(in_vectors(t) for t in (x.q, x.k, x.v))  # single numbers take registers, too
+        or bool(problem.spec.dropout_p or problem.spec.softcap)
         or x.mask is not None
         or x.bias is not None
         or x.alibi_slopes is not None

@@ -90,4 +90,7 @@ def _tiles(kind: Pass, first: Config) -> Iterator[Config]:
     splits = _SPLITS if kind == "decode" else (0,)
     for m, n, warps, split in itertools.product(rows, _SIZES, _WARPS, splits):
         if m * n >= _LEAST_TILE * warps:
-            yield dataclasses.replace(first, m=m, n=n, warps=warps, stages=1, split=split)
+            edge = first.edge if first.edge < n else 0
+            yield dataclasses.replace(
+                first, m=m, n=n, warps=warps, stages=1, split=split, edge=edge
+            )

@@ -38,8 +38,8 @@ class Config:
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     edge         of a forward, keys at a time in tiles that some rows do not see whole; 0 is n
     floats       watch for infinite products by their floats, where a GPU finds the least of three
-    watching     of a forward, what to run with while it looks out for infinite products, which takes
-                 registers; None is the same
+    watching     of a forward, what to run with while it looks out for infinite products, which
+                 takes registers; None is the same
     width        of a forward, columns of the head dimension at a time; 0 is all
     apart        dk and dv have a launch each, where both do not fit into registers at once
     """
@@ -84,8 +84,8 @@ class Key(NamedTuple):
     """What a shipped configuration is for.
 
     family is one of SHARED_BYTES; item_size 2 or 4 bytes; dim the largest padded head dimension it
-    serves, of q and v; modified: masks, bias, softcap, ALiBi or dropout need registers beside the
-    products.
+    serves, of q and v; modified: masks, bias, softcap, ALiBi, dropout, or rows that cannot be
+    loaded in vectors, need registers beside the products.
     """
 
     kind: Pass

@@ -63,7 +63,8 @@ def decode_kernel(
     i = tl.where(wanted, grouped_rows % per_head, own_q)
     q_base = q.ptr + b.to(tl.int64) * q.batch
     q_rows = h.to(tl.int64) * q.head + (first_q + i).to(tl.int64) * q.row
-    q_pointers = q_base + q_rows[:, None] + tl.arange(0, WIDTH)[None, :] * q.dim
+    dims = tl.arange(0, WIDTH).to(tl.int64)
+    q_pointers = q_base + q_rows[:, None] + dims[None, :] * q.dim
     lo, _, _, _ = visible_range(0, own_q, own_k, shift, window.left, window.right)
     first_key = (lo // SPLIT + split) * SPLIT
     acc, l, m = attend_range(
@@ -148,8 +149,8 @@ def calls(
         *rows, parts, parts_lse, score, *free, splits, problem.heads_kv, lse.numel()
     )  # fmt: skip
     constants = args.common(problem) | args.widths(problem, config) | {
-        "FOLD": args.folds(score), "FLOATS": config.floats, "M": args.padded(problem.len_q * problem.group),
-        "N": config.n, "SPLIT": config.split,
+        "FOLD": args.folds(score), "FLOATS": config.floats,
+        "M": args.padded(problem.len_q * problem.group), "N": config.n, "SPLIT": config.split,
     }  # fmt: skip
     programs = splits * problem.batch * problem.heads_kv
     decode = Call(decode_kernel, programs, positional, constants, config)

@@ -45,8 +45,9 @@ def softmax_step(
 
     m is the largest score of a row so far, in units of log2, and l the sum of p relative to it.
     GUARD: rows may have seen nothing. WATCH: a product of -inf, which would vanish in exp2, makes l
-    NaN: it is the least, and, taken for an unsigned integer, the largest product, which times 0 is 0
-    or NaN. sm_90 finds the largest of three integers at once, sm_100 the least of three FLOATS, too.
+    NaN: it is the least, and, taken for an unsigned integer, the largest product, which times 0 is
+    0 or NaN. sm_90 finds the largest of three integers at once, sm_100 the least of three FLOATS,
+    too.
     """
     if FOLD:
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -71,16 +72,14 @@ def softmax_step(
 
 
 @triton.jit
-def key_slice(
-    t, pointers, tiles, origin, start, wanted, c: tl.constexpr, DIM: tl.constexpr
-):
+def key_slice(t, pointers, tiles, origin, start, wanted, c: tl.constexpr, DIM: tl.constexpr):
     """Slice c of the rows of a tile of keys or values, from row `start` of the sequence on: by
     descriptor where there is one and all rows are wanted.
     """
     N: tl.constexpr = pointers.shape[0]
     WIDTH: tl.constexpr = pointers.shape[1]
     if tiles is None or wanted is not None:
-        moved = pointers + (start.to(tl.int64) * t.row + c * WIDTH * t.dim)
+        moved = pointers + (start.to(tl.int64) * t.row + c * WIDTH * tl.cast(t.dim, tl.int64))
         return load_rows(moved, wanted, DIM - c * WIDTH)
     else:
         return described_tile(tiles, origin, start, N, WIDTH, c * WIDTH)
@@ -90,8 +89,8 @@ def key_slice(
 def attend(
     state, q, keys, place_of, tiles, score, window, dropout,
     EDGE: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr, FLOATS: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
     """Take key tiles into state: (acc by slices, l, m).
 
@@ -171,7 +170,8 @@ def attend_range(
     for _ in tl.static_range((DIM_V + WIDTH_V - 1) // WIDTH_V):
         acc = acc + (tl.zeros([M, WIDTH_V], tl.float32),)
     state = attend(
-        (acc, l, m), q, keys, place_of, (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
+        (acc, l, m), q, keys, place_of, (lo, hi, full, 0, 0, full_end - full),
+        score, window, dropout,
         False, FOLD, WATCH, FLOATS, PRECISION, M, N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
     return attend(
@@ -189,7 +189,8 @@ def query_slices(pointers, step, wanted, DIM: tl.constexpr):
     WIDTH: tl.constexpr = pointers.shape[1]
     slices = ()
     for c in tl.static_range((DIM + WIDTH - 1) // WIDTH):
-        slices = slices + (load_rows(pointers + c * WIDTH * step, wanted, DIM - c * WIDTH),)
+        moved = pointers + c * WIDTH * tl.cast(step, tl.int64)
+        slices = slices + (load_rows(moved, wanted, DIM - c * WIDTH),)
     return slices
 
 
@@ -257,7 +258,9 @@ def forward_kernel(
     tl.store(lse + index, row_lse, mask=wanted)
     out_pointers = out + index[:, None] * DIM_V + tl.arange(0, WIDTH_V)[None, :]
     for c in tl.static_range(len(acc)):
-        store_rows(out_pointers + c * WIDTH_V, acc[c] * factor[:, None], wanted, DIM_V - c * WIDTH_V)
+        store_rows(
+            out_pointers + c * WIDTH_V, acc[c] * factor[:, None], wanted, DIM_V - c * WIDTH_V
+        )
 
 
 def call(

@@ -100,7 +100,7 @@ def row_pointers(t, b, h, first, N: tl.constexpr, DIM_PAD: tl.constexpr):
     base = t.ptr + (b.to(tl.int64) * t.batch + h.to(tl.int64) * t.head)
     base += tl.cast(first, tl.int64) * t.row
     n = tl.arange(0, N).to(tl.int64)
-    return base + n[:, None] * t.row + tl.arange(0, DIM_PAD)[None, :] * t.dim
+    return base + n[:, None] * t.row + tl.arange(0, DIM_PAD).to(tl.int64)[None, :] * t.dim
 
 
 @triton.jit
@@ -177,7 +177,8 @@ def pair_tile(t, b, h, i, j, inside, other):
 @triton.jit
 def slope_of(slopes, b, h):
     """ALiBi's slope in units of log2; an infinite one is NaN."""
-    slope = tl.load(slopes.ptr + b * slopes.batch + h * slopes.head).to(tl.float32)
+    pointers = slopes.ptr + b.to(tl.int64) * slopes.batch + h.to(tl.int64) * slopes.head
+    slope = tl.load(pointers).to(tl.float32)
     return tl.where(tl.abs(slope) == INF, float("nan"), slope) * LOG2E
 
 

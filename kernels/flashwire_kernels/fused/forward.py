@@ -8,6 +8,7 @@ registers, and waste less of a head dimension that is no power of two.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashwire_kernels.fused import arguments as args
 from flashwire_kernels.fused.arguments import Dropout, Lengths, Window
@@ -281,7 +282,7 @@ def call(
         config = config.watching or config
     grid = args.query_grid(problem, config.m, device)
     widths = args.widths(problem, config)
-    tiles: list[args.TensorDescriptor | None] = [None, None]
+    tiles: list[TensorDescriptor | None] = [None, None]
     if config.descriptors:
         tiles = [
             args.tiles(t, packed, config.n, width)

@@ -167,7 +167,7 @@ def kernel(listing: str, name: str = "sm_90 forward half d64 dense", **others) -
     """As figures.measure would describe a kernel with such a listing."""
     case = case_named(name)
     precision = case.variant.options.get("precision", "ieee")
-    constants = {"M": 64, "N": 32, "DIM_PAD": 64, "DIM_V_PAD": 64, "PRECISION": precision}
+    constants = {"M": 64, "N": 32, "DIM": 64, "DIM_V": 64, "PRECISION": precision}
     warps = 2 if case.arch == "gfx942" else 4
     call = SimpleNamespace(constants=constants, config=SimpleNamespace(warps=warps))
     given = {

@@ -17,14 +17,14 @@ from load import processes
 from load.history import History, Kind
 from load.service import Service
 
-_STARVED_S = 2.0
+_STARVED_S = 1.5
 _MEMORY_LEFT = 4 * 2**20  # of address space, as at the end of a leak
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 _LOST: dict[str, Kind] = {"worker": "worker lost", "front": "front lost"}
 # Of a round; each round in another order.
 _KINDS = (
-    "worker killed", "worker killed", "worker stopped", "front killed", "worker short of memory",
-    "worker short of descriptors",
+    "worker killed", "worker killed", "worker stopped", "front killed", "front stopped",
+    "worker short of memory", "worker short of descriptors",
 )  # fmt: skip
 
 

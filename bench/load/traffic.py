@@ -133,13 +133,13 @@ class User:
     async def _residual(self) -> None:
         """A saved forward, its backward by the residual, perhaps twice, and perhaps its release."""
         seed, ask = next(self._target.seeds), self._exchange
+        until = time.monotonic() + self._target.residual_ttl_s / 2
         request = self._named(await self._target.judge.build("saved", seed), seed)
         saved = await ask("saved", _whole(request), request.headers[_ID])
         await self._judged("saved", "saved", seed, saved)
         if saved is None or saved.status != 200:
             return
         residual = str(wire.decode(saved.body, wire.REPLY).options["residual"])
-        until = time.monotonic() + self._target.residual_ttl_s / 2
         for _ in range(self._random.randint(1, 2)):
             made = await self._target.judge.build("by residual", seed, residual)
             if time.monotonic() > until:  # it may have expired before this is computed
@@ -147,7 +147,7 @@ class User:
             request = self._named(made, seed)
             reply = await ask("by residual", _whole(request), request.headers[_ID])
             await self._judged("by residual", "by residual", seed, reply)
-        if self._random.random() < 0.5 and time.monotonic() < until:
+        if self._random.random() < 0.8 and time.monotonic() < until:
             path = f"/attention/residual/{residual}"
             release = self._named(Request(method="DELETE", path=path), seed)
             await ask("release", _whole(release), release.headers[_ID])

@@ -329,6 +329,7 @@ async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:
     finally:
         working.cancel()
         leaving.cancel()
+        await asyncio.wait({working, leaving})  # the body is closed once this has returned
 
 
 async def _disconnected(request: Request) -> None:

@@ -36,8 +36,11 @@ class Senders:
 
     async def until(self, owner: str, pieces: int) -> None:
         end = self.done[owner] + pieces
-        while self.done[owner] < end:
+        for _ in range(10_000):
+            if self.done[owner] >= end:
+                return
             await asyncio.sleep(0)
+        raise TimeoutError(self.done)
 
     async def close(self) -> None:
         for task in self.tasks:

@@ -22,6 +22,7 @@ from load.judge import Judge
 from load.tally import Tally
 
 HUNG_S = 5.0  # beyond a deadline
+STOPPED_S = 12.0  # until a stopped front end counts as hung and is killed
 _ID = "x-request-id"
 _CHUNK, _MOST_CHUNKS = 4096, 4000
 _SENDING_S = 60.0  # for a request to be sent, however slowly it is taken
@@ -221,18 +222,33 @@ class User:
                 for number, piece in enumerate(pieces):
                     await asyncio.sleep(wait if number else 0)
                     await connection.send(piece)
-            async with asyncio.timeout(within + HUNG_S):
-                reply = await connection.reply()
+            reply = await self._reply(connection, within + HUNG_S)
         except TimeoutError:
             self.leave()
             target.tally.count(what, "hung")
-            target.tally.violation(f"{what}: no reply after {time.monotonic() - began:.1f} s")
+            waited = time.monotonic() - began
+            at = time.strftime("%H:%M:%S", time.gmtime())
+            told = f"{what} {request_id}: no reply after {waited:.1f} s, at {at}"
+            target.tally.violation(told)
             return None
         except Lost as e:
             self._lost(what, e, began if connection is None else connection.opened)
             return None
         self._note(what, reply, request_id, expected, began, within)
         return reply
+
+    async def _reply(self, connection: Connection, limit: float) -> Reply:
+        """Raises Lost, and TimeoutError after `limit` s; later for one that a stopped front end
+        holds, of which nobody can tell its callers before it is replaced.
+        """
+        try:
+            async with asyncio.timeout(limit):
+                return await connection.reply()
+        except TimeoutError:
+            if not self._target.history.excuses_silence(connection.opened):
+                raise
+        async with asyncio.timeout(STOPPED_S):
+            return await connection.reply()
 
     def _note(
         self,

@@ -31,13 +31,13 @@ async def ask(front, worker, schema, body, kind):
 
 
 async def everything(front, worker):
-    for example in examples():
+    for example in bodies:
         if example.schema != "reply":
             await ask(front, worker, example.schema, example.body, "application/msgpack")
     await ask(front, worker, "backward", JSON, "application/json")
 
 
-front, computing = Front(), Worker()
+front, computing, bodies = Front(), Worker(), examples()
 device.prove(torch.device("cpu"))
 with asyncio.Runner() as runner:
     runner.run(ask(front, computing, "attention", b"", "application/msgpack"))  # threads, routes

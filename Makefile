@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # torch==X takes the CPU build where one is at hand; a range would pull gigabytes of CUDA libraries.
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test test-long audit check format serve clean
+.PHONY: demo test test-long audit fuzz check format serve clean
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
@@ -19,6 +19,11 @@ test-long: $(STAMP)
 
 audit: $(STAMP)
 	$(BIN)/python bench/audit.py $(ARGS)
+
+# A million bodies take half an hour: `make fuzz N=20000` for a minute of it.
+N ?= 1000000
+fuzz: $(STAMP)
+	$(BIN)/python bench/fuzz.py $(N) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """One key that floods, one that asks politely: how long does the polite one wait?
 
-    python bench/fairness.py [--flood 32] [--times 40] [--limit 3]
+    python bench/fairness.py [--size compute] [--flood 32] [--times 40] [--limit 3]
 
 Both ask the same. Exit status 1 when the 95th percentile of the polite caller's times, while
 `--flood` connections of the other key ask without pause, exceeds `--limit` times what it is alone.
@@ -19,15 +19,16 @@ from load.service import Service
 from load.tally import quantile
 from load.timing import Others, attention, latencies
 
-SIZE = (8, 512, 64)  # heads, length, dim of every request
+# Heads, length, dim of every request: most of its time is computing, or most of it is bytes.
+SIZES = {"compute": (1, 2048, 16), "bytes": (8, 512, 64)}
 FLOODING, POLITE = "key-that-floods", "key-that-is-polite"
 PAUSE_S = 0.02  # of the polite caller, and of the other after a refusal
-FILL_S = 1.0  # until the queue is full
+FILL_S = 3.0  # until the flood is a steady one
 ROUNDS = 3
 
 
 def main(chosen: argparse.Namespace) -> int:
-    request = attention(*SIZE, key=POLITE)
+    request = attention(*SIZES[chosen.size], key=POLITE)
     alone: list[float] = []
     beside: list[float] = []
     keys = f"{FLOODING},{POLITE}"
@@ -37,7 +38,7 @@ def main(chosen: argparse.Namespace) -> int:
         latencies(*where, request, 20, PAUSE_S)  # to warm up
         for _ in range(ROUNDS):
             alone += latencies(*where, request, chosen.times, PAUSE_S)
-            with Others(flood, *where, chosen.flood):
+            with Others(flood, *where, chosen.flood, chosen.size):
                 beside += latencies(*where, request, chosen.times, PAUSE_S)
     for name, found in (("alone", alone), ("beside the flood", beside)):
         p50, p95 = (1000 * x for x in (statistics.median(found), quantile(found, 0.95)))
@@ -47,9 +48,9 @@ def main(chosen: argparse.Namespace) -> int:
     return int(ratio > chosen.limit)
 
 
-async def flood(ready: Event, host: str, port: int, count: int) -> None:
+async def flood(ready: Event, host: str, port: int, count: int, size: str) -> None:
     """Until killed."""
-    whole = attention(*SIZE, key=FLOODING).whole()
+    whole = attention(*SIZES[size], key=FLOODING).whole()
     async with asyncio.TaskGroup() as callers:
         for _ in range(count):
             callers.create_task(_ask(await Connection.open(host, port), whole))
@@ -68,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--size", choices=SIZES, default="compute", help="what a request takes")
     parser.add_argument("--flood", type=int, default=32, help="connections of the other key")
     parser.add_argument("--times", type=int, default=40, help="polite requests in each round")
     parser.add_argument("--limit", type=float, default=3.0, help="on the ratio of p95s")

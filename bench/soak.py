@@ -27,12 +27,13 @@ from load.traffic import Target
 from load.users import Users
 
 MAX_BODY = 4 * 2**20
-RESIDUAL_TTL_S = 10.0
+RESIDUAL_TTL_S = 30.0
 FLAGS = (
     "--max-body-bytes", "4MiB", "--queue-bytes", "256MiB", "--max-materialise-bytes", "256MiB",
     "--residual-ttl-s", str(RESIDUAL_TTL_S), "--log-level", "warning",
 )  # fmt: skip
 DEADLINE_S = 30.0
+QUIET_S = 1.0  # without traffic, before a look at what processes hold
 NICENESS = 10  # of this load, so that the service comes first
 PAUSE_S = 0.05  # of a user between two requests, on average
 FAULTS = ("raw", "fault", "job failed", "died", "hung")  # in the log
@@ -109,8 +110,8 @@ class Looks:
 
 
 async def _held(service: Service) -> dict[str, Use]:
-    """What each process holds once nothing is in flight and saved forwards have expired."""
-    await asyncio.sleep(RESIDUAL_TTL_S + 1)
+    """What each process holds while nothing is in flight."""
+    await asyncio.sleep(QUIET_S)
     return processes.most(processes.family(service.pid))
 
 
@@ -118,9 +119,7 @@ def _row(
     tally: Tally, role: str, then: float, now: float, before: Use, after: Use
 ) -> tuple[object, ...]:
     """Of the table; and violations, where there is more than there was."""
-    for name in ("descriptors", "threads"):
-        if getattr(after, name) > getattr(before, name):
-            tally.violation(f"{role}: {getattr(before, name)} {name} became {getattr(after, name)}")
+    tally.violations += processes.added(role, before, after)
     sizes = (f"{then / MIB:.1f}", f"{now / MIB:.1f}", f"{100 * now / then - 100:+.1f}")
     counts = (before.descriptors, after.descriptors, before.threads, after.threads)
     return (role, *sizes, *counts)

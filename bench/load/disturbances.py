@@ -17,14 +17,17 @@ from load import processes
 from load.history import History, Kind
 from load.service import Service
 
-_STARVED_S = 2.0
+_STARVED_S = 1.5
 _MEMORY_LEFT = 4 * 2**20  # of address space, as at the end of a leak
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-_LOST: dict[str, Kind] = {"worker": "worker lost", "front": "front lost"}
+_NOTED: dict[str, Kind] = {
+    "worker killed": "worker lost", "worker stopped": "worker lost",
+    "front killed": "front lost", "front stopped": "front stopped",
+}  # fmt: skip
 # Of a round; each round in another order.
 _KINDS = (
-    "worker killed", "worker killed", "worker stopped", "front killed", "worker short of memory",
-    "worker short of descriptors",
+    "worker killed", "worker killed", "worker stopped", "front killed", "front stopped",
+    "worker short of memory", "worker short of descriptors",
 )  # fmt: skip
 
 
@@ -62,7 +65,8 @@ class Disturbances:
 
     async def _do(self, what: str) -> None:
         role, _, how = what.partition(" ")
-        pids = self._service.pids(role)
+        # One that is stopped while it starts may take as long as a start may: minutes.
+        pids = (self._service.ready_pids if how == "stopped" else self._service.pids)(role)
         if not pids:
             return
         pid = self._random.choice(pids)
@@ -74,7 +78,7 @@ class Disturbances:
             self._note("short of descriptors", what, pid)
             await _limited(pid, resource.RLIMIT_NOFILE, 3)
         else:
-            self._note(_LOST[role], what, pid)
+            self._note(_NOTED[what], what, pid)
             os.kill(pid, _SIGNALS[how])
 
     def _note(self, kind: Kind, what: str, pid: int) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["worker lost", "front lost", "short of memory", "short of descriptors", "end"]
+Kind = Literal[
+    "worker lost", "front lost", "front stopped", "short of memory", "short of descriptors", "end"
+]
 
 _SHORT: tuple[Kind, ...] = ("short of memory", "short of descriptors")
 _EXCUSES: Mapping[str, tuple[Kind, ...]] = {
@@ -18,7 +20,7 @@ _EXCUSES: Mapping[str, tuple[Kind, ...]] = {
     "no_worker": ("worker lost", *_SHORT),
     "quarantined": ("worker lost", *_SHORT),
     "gone": ("worker lost", *_SHORT),
-    "deadline_exceeded": ("worker lost", "front lost", *_SHORT),
+    "deadline_exceeded": ("worker lost", "front lost", "front stopped", *_SHORT),
     "queue_full": ("worker lost", *_SHORT),
     "not_enough_memory": ("short of memory",),
     "draining": ("end",),
@@ -44,7 +46,11 @@ class History:
 
     def excuses_loss(self, opened: float) -> bool:
         """Whether a connection opened then may have been lost."""
-        return self._disturbed(("front lost", "end"), opened - _LOST_S)
+        return self._disturbed(("front lost", "front stopped", "end"), opened - _LOST_S)
+
+    def excuses_silence(self, opened: float) -> bool:
+        """Whether a front end that was stopped may hold a connection opened then."""
+        return self._disturbed(("front stopped",), opened - _LOST_S)
 
     def _disturbed(self, kinds: tuple[Kind, ...], since: float) -> bool:
         return any(kind in kinds and at >= since for kind, at in self._found)

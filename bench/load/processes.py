@@ -8,6 +8,7 @@ from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ROLES = {"flashwire_service.compute.worker": "worker", "flashwire_service.front.server": "front"}
+_LAZY_THREADS = 1 + min(32, (os.cpu_count() or 1) + 4)  # of asyncio.to_thread, and the main one
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 
@@ -69,6 +70,19 @@ def most(processes: list[Process]) -> dict[str, Use]:
             max(known.descriptors, p.use.descriptors),
             max(known.threads, p.use.threads),
         )
+    return found
+
+
+def added(role: str, before: Use, after: Use) -> list[str]:
+    """Descriptors and threads that a process has and had not. A front end's event loop starts the
+    threads it may have as they are needed.
+    """
+    threads = max(before.threads, _LAZY_THREADS if role == "front" else 0)
+    found = []
+    if after.descriptors > before.descriptors:
+        found.append(f"{role}: {before.descriptors} descriptors became {after.descriptors}")
+    if after.threads > threads:
+        found.append(f"{role}: {before.threads} threads became {after.threads}")
     return found
 
 

@@ -58,6 +58,11 @@ class Service:
     def pids(self, role: str) -> list[int]:
         return [p.pid for p in processes.family(self.pid) if p.role == role]
 
+    def ready_pids(self, role: str) -> list[int]:
+        """Of the living processes of a role, those that have said that they are ready."""
+        said = {event["pid"] for event in self.events() if event["event"] == "ready"}
+        return [pid for pid in self.pids(role) if pid in said]
+
     def workers_ready(self) -> int:
         """As a front end sees it; 0 also when none answers."""
         url = f"http://{self.host}:{self.port}/readyz"
@@ -69,10 +74,10 @@ class Service:
 
     @property
     def whole(self) -> bool:
-        """Whether all processes are there and all workers ready."""
-        roles = [p.role for p in processes.family(self.pid)]
-        counts = roles.count("worker"), roles.count("front")
-        return counts == (self.workers, self.fronts) and self.workers_ready() == self.workers
+        """Whether all processes are there and ready."""
+        fronts, workers = (len(self.ready_pids(role)) for role in ("front", "worker"))
+        there = (workers, fronts) == (self.workers, self.fronts)
+        return there and self.workers_ready() == self.workers
 
     def wait_whole(self) -> None:
         end = time.monotonic() + _START_S

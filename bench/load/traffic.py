@@ -22,6 +22,7 @@ from load.judge import Judge
 from load.tally import Tally
 
 HUNG_S = 5.0  # beyond a deadline
+STOPPED_S = 12.0  # until a stopped front end counts as hung and is killed
 _ID = "x-request-id"
 _CHUNK, _MOST_CHUNKS = 4096, 4000
 _SENDING_S = 60.0  # for a request to be sent, however slowly it is taken
@@ -133,13 +134,13 @@ class User:
     async def _residual(self) -> None:
         """A saved forward, its backward by the residual, perhaps twice, and perhaps its release."""
         seed, ask = next(self._target.seeds), self._exchange
+        until = time.monotonic() + self._target.residual_ttl_s / 2
         request = self._named(await self._target.judge.build("saved", seed), seed)
         saved = await ask("saved", _whole(request), request.headers[_ID])
         await self._judged("saved", "saved", seed, saved)
         if saved is None or saved.status != 200:
             return
         residual = str(wire.decode(saved.body, wire.REPLY).options["residual"])
-        until = time.monotonic() + self._target.residual_ttl_s / 2
         for _ in range(self._random.randint(1, 2)):
             made = await self._target.judge.build("by residual", seed, residual)
             if time.monotonic() > until:  # it may have expired before this is computed
@@ -147,7 +148,7 @@ class User:
             request = self._named(made, seed)
             reply = await ask("by residual", _whole(request), request.headers[_ID])
             await self._judged("by residual", "by residual", seed, reply)
-        if self._random.random() < 0.5 and time.monotonic() < until:
+        if self._random.random() < 0.8 and time.monotonic() < until:
             path = f"/attention/residual/{residual}"
             release = self._named(Request(method="DELETE", path=path), seed)
             await ask("release", _whole(release), release.headers[_ID])
@@ -221,18 +222,33 @@ class User:
                 for number, piece in enumerate(pieces):
                     await asyncio.sleep(wait if number else 0)
                     await connection.send(piece)
-            async with asyncio.timeout(within + HUNG_S):
-                reply = await connection.reply()
+            reply = await self._reply(connection, within + HUNG_S)
         except TimeoutError:
             self.leave()
             target.tally.count(what, "hung")
-            target.tally.violation(f"{what}: no reply after {time.monotonic() - began:.1f} s")
+            waited = time.monotonic() - began
+            at = time.strftime("%H:%M:%S", time.gmtime())
+            told = f"{what} {request_id}: no reply after {waited:.1f} s, at {at}"
+            target.tally.violation(told)
             return None
         except Lost as e:
             self._lost(what, e, began if connection is None else connection.opened)
             return None
         self._note(what, reply, request_id, expected, began, within)
         return reply
+
+    async def _reply(self, connection: Connection, limit: float) -> Reply:
+        """Raises Lost, and TimeoutError after `limit` s; later for one that a stopped front end
+        holds, of which nobody can tell its callers before it is replaced.
+        """
+        try:
+            async with asyncio.timeout(limit):
+                return await connection.reply()
+        except TimeoutError:
+            if not self._target.history.excuses_silence(connection.opened):
+                raise
+        async with asyncio.timeout(STOPPED_S):
+            return await connection.reply()
 
     def _note(
         self,

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import torch
 
+# torch.autograd loads it at its first use. What fails half way then, for want of a file descriptor
+# or of memory, stays broken for as long as the process lives.
+import torch.fx.experimental.symbolic_shapes
+
 from flashwire_kernels.reference import (
     Part,
     distance,

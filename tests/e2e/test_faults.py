@@ -200,12 +200,21 @@ def test_s13_health_answers_beside_long_work(server: Any) -> None:
 
 
 def wait_until_busy(server: Any) -> None:
-    """Until a request beside our own questions is in flight."""
-    end = time.monotonic() + 20
+    """Until a request beside our own questions is in flight, and computed."""
+    end = time.monotonic() + 60
     while "flashwire_requests_in_flight 2.0" not in server.http.get("/metrics").text:
         assert time.monotonic() < end
         time.sleep(0.02)
-    time.sleep(0.2)  # its body is small: by now a worker has it
+    before = cpu_ticks(server)
+    while cpu_ticks(server) < before + 20:  # a fifth of a second, more than anything but computing
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def cpu_ticks(server: Any) -> int:
+    """What its workers have used of the processor, in hundredths of a second."""
+    lines = [Path(f"/proc/{pid}/stat").read_text() for pid in server.worker_pids()]
+    return sum(int(line.rpartition(")")[2].split()[11]) for line in lines)
 
 
 def test_s15_a_killed_worker_is_missed_at_once(start_server: Callable[..., Any]) -> None:

@@ -59,7 +59,7 @@ async def test_one_waits_until_there_is_room(uploads: Uploads) -> None:
 
 
 async def test_those_under_way_come_first(uploads: Uploads) -> None:
-    first, second, third = (uploads.upload() for _ in range(3))
+    first, second, third = (uploads.upload().__enter__() for _ in range(3))
     await first.grow(7 * UNIT)
     await second.grow(3 * UNIT)
     begins = asyncio.create_task(third.begin(7 * UNIT))
@@ -113,7 +113,7 @@ async def test_who_leaves_while_waiting_is_in_nobodys_way(uploads: Uploads) -> N
 
 
 async def test_what_is_granted_to_one_who_has_just_left_is_free_again(uploads: Uploads) -> None:
-    first, second = uploads.upload(), uploads.upload()
+    first, second = (uploads.upload().__enter__() for _ in range(2))
     await first.grow(9 * UNIT)
     leaves = asyncio.create_task(second.grow(2 * UNIT))
     assert await waits(leaves)

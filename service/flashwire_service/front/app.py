@@ -65,7 +65,7 @@ class Front:
 
     async def read(self, request: Request, caller: Caller, schema: wire.Schema) -> Message:
         """The message in a request's body, or what body.read raises. The caller closes it."""
-        return await body.read(request, caller.settings, schema, self.uploads)
+        return await body.read(request, caller.settings, schema, self.uploads, caller.owner)
 
     async def compute(
         self,
@@ -329,6 +329,7 @@ async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:
     finally:
         working.cancel()
         leaving.cancel()
+        await asyncio.wait({working, leaving})  # the body is closed once this has returned
 
 
 async def _disconnected(request: Request) -> None:

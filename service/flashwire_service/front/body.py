@@ -26,14 +26,18 @@ WINDOW_S = 10.0  # an upload may be silent, or short of the minimum rate, for so
 
 
 async def read(
-    request: Request, settings: Settings, schema: wire.Schema, uploads: Uploads
+    request: Request,
+    settings: Settings,
+    schema: wire.Schema,
+    uploads: Uploads,
+    owner: str = "",
 ) -> Message:
-    """The message in a request's body. The caller closes it.
+    """The message in the body of an owner's request. The caller closes it.
 
     Raises Refusal: unsupported_media_type, too_large, malformed, invalid, request_timeout,
     queue_full when `uploads` have no room for it; and ClientDisconnect.
     """
-    with uploads.upload() as upload:
+    with uploads.upload(owner) as upload:
         return await _read(request, settings, schema, upload)
 
 
@@ -135,6 +139,7 @@ async def _chunks(
             patience = min(WINDOW_S, patience - (clock() - started) + len(chunk) / min_rate)
         await upload.grow(received)
         yield chunk
+        await upload.turn(len(chunk))
 
 
 async def _decode(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from flashwire_service.errors import Refusal
+from flashwire_service.front.turns import Turns
 from flashwire_service.ipc.channel import MAX_INLINE
 
 PATIENCE_S = 10.0
@@ -39,10 +40,11 @@ class Uploads:
         self._to_begin: deque[_Wait] = deque()
         self._next_refusal = 0.0  # of one under way
         self.held_bytes = 0
+        self.turns = Turns()
 
-    def upload(self) -> Upload:
+    def upload(self, owner: str = "") -> Upload:
         """A body that is about to come."""
-        return Upload(self)
+        return Upload(self, owner)
 
     async def room(self, nbytes: int, taken: int, *, begun: bool) -> None:
         """Wait until so many bytes are free, and take some of them. Raises Refusal (queue_full)."""
@@ -106,8 +108,9 @@ class Uploads:
 class Upload:
     """One body. Its bytes are free again when the `with` ends."""
 
-    def __init__(self, uploads: Uploads) -> None:
+    def __init__(self, uploads: Uploads, owner: str) -> None:
         self._uploads = uploads
+        self._owner = owner
         self._held = 0
 
     async def begin(self, announced: int | None) -> None:
@@ -122,11 +125,17 @@ class Upload:
             await self._uploads.room(more, more, begun=True)
             self._held = size
 
+    async def turn(self, nbytes: int) -> None:
+        """Wait until its owner may go on, after so many bytes more."""
+        await self._uploads.turns.turn(self._owner, nbytes)
+
     def __enter__(self) -> Upload:
+        self._uploads.turns.enter(self._owner)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None
     ) -> None:
+        self._uploads.turns.leave(self._owner)
         self._uploads.give_back(self._held)
         self._held = 0

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashwire_kernels.fused.config import Config
+from flashwire_kernels.fused.support import precision
 from flashwire_kernels.geometry import Band
 from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.types import ITEM_SIZE
@@ -128,9 +130,11 @@ def rows(t: torch.Tensor, packed: bool) -> Rows:
     return Rows(t, *t.stride())
 
 
-def tiles(t: torch.Tensor, packed: bool, n: int) -> TensorDescriptor | None:
-    """Descriptor (TMA) of tiles of n rows as (B, H, L, D), packed ones as (1, H, T, D); None when
-    the tensor's layout does not allow one.
+def tiles(
+    t: torch.Tensor, packed: bool, n: int, width: int | None = None
+) -> TensorDescriptor | None:
+    """Descriptor (TMA) of tiles of n rows and `width` columns (all, when None) as (B, H, L, D),
+    packed ones as (1, H, T, D); None when the tensor's layout does not allow one.
     """
     if packed:
         t = t.transpose(0, 1)[None]
@@ -138,7 +142,7 @@ def tiles(t: torch.Tensor, packed: bool, n: int) -> TensorDescriptor | None:
     aligned = all(s > 0 and s * item % 16 == 0 for s in strides[:-1]) and t.data_ptr() % 16 == 0
     if not t.numel() or strides[-1] != 1 or not aligned:
         return None
-    return TensorDescriptor(t, list(t.shape), list(strides), [1, 1, n, padded(t.shape[-1])])
+    return TensorDescriptor(t, list(t.shape), list(strides), [1, 1, n, width or padded(t.shape[-1])])
 
 
 def scalars(t: torch.Tensor, packed: bool) -> Scalars:
@@ -217,6 +221,15 @@ def lengths(problem: Problem, device: torch.device) -> Lengths:
     return Lengths(problem.len_q, problem.len_k, *offsets)
 
 
+def ungrouped(problem: Problem, device: torch.device) -> tuple[Any, ...]:
+    """The members of Window, Dropout (each None without one) and Lengths, for a kernel to take one
+    by one and put together: for a tuple's, Triton would compile it anew where one is 1 or a multiple
+    of 16, whatever the kernel says.
+    """
+    thrown = dropout(problem) or (None,) * len(Dropout._fields)
+    return *window(problem), *thrown, *lengths(problem, device)
+
+
 def float32(value: float) -> float:
     """The nearest finite float32, as Triton passes it."""
     largest = torch.finfo(torch.float32).max
@@ -286,16 +299,29 @@ def _heads_at_once(problem: Problem) -> int:
     return max(1, _CACHE_BYTES // max(1, problem.len_k * (problem.dim + problem.dim_v) * item))
 
 
-def constants(problem: Problem) -> dict[str, Any]:
+def common(problem: Problem) -> dict[str, Any]:
     """Compile-time arguments that all kernels have in common."""
     return {
         "GROUP": problem.group,
         "BOTTOM_RIGHT": problem.spec.causal_align == "bottom_right",
-        "PRECISION": problem.spec.precision,
+        "PRECISION": precision(problem),
         "DIM": problem.dim,
         "DIM_V": problem.dim_v,
-        "DIM_PAD": padded(problem.dim),
-        "DIM_V_PAD": padded(problem.dim_v),
+    }
+
+
+def constants(problem: Problem) -> dict[str, Any]:
+    """common, and what head dimensions are padded to where they are taken whole."""
+    pads = {"DIM_PAD": padded(problem.dim), "DIM_V_PAD": padded(problem.dim_v)}
+    return common(problem) | pads
+
+
+def widths(problem: Problem, config: Config) -> dict[str, int]:
+    """How many columns of the head dimensions a tile takes at a time."""
+    whole = config.width or 256
+    return {
+        "WIDTH": min(whole, padded(problem.dim)),
+        "WIDTH_V": min(whole, padded(problem.dim_v)),
     }
 
 

@@ -7,8 +7,14 @@ from typing import Any
 
 from flashwire_kernels.fused.config import Config
 
-UNSPECIALISED = ["lengths", "window", "dropout", "tiles", "heads", "heads_per_row", "heads_at_once"]
-"""Arguments whose values must not compile a kernel anew."""
+UNSPECIALISED = [
+    "left", "right", "key0", "key1", "threshold", "len_q", "len_k",
+    "tiles", "heads", "heads_per_row", "heads_at_once",
+    "splits", "heads_kv", "heads_q", "part_rows",
+]  # fmt: skip
+"""Arguments whose values must not compile a kernel anew. Triton heeds this of numbers alone: those
+in a tuple, it specialises on being 1 or a multiple of 16 all the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)

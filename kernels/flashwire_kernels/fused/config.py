@@ -37,6 +37,11 @@ class Config:
     split        of a decode, how many keys a program takes; m is the number of rows there are
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     apart        dk and dv have a launch each, where both do not fit into registers at once
+    edge         of a forward, keys at a time in tiles that some rows do not see whole; 0 is n
+    floats       watch for infinite products by their floats, where a GPU finds the least of three
+    watching     of a forward, what to run with while it looks out for infinite products, which takes
+                 registers; None is the same
+    width        of a forward, columns of the head dimension at a time; 0 is all
     """
 
     m: int
@@ -46,12 +51,22 @@ class Config:
     split: int = 0
     descriptors: bool = False
     apart: bool = False
+    edge: int = 0
+    width: int = 0
+    floats: bool = False
+    watching: Config | None = None
 
     def __post_init__(self) -> None:
         for name in ("m", "n"):
             size = getattr(self, name)
             if size < 16 or size > 256 or size & (size - 1):
                 raise ValueError(f"{name} must be a power of two from 16 to 256, got {size}")
+        for name in ("edge", "width"):
+            size = getattr(self, name)
+            if size and (size < 16 or size & (size - 1)):
+                raise ValueError(f"{name} must be 0 or a power of two from 16 on, got {size}")
+        if self.edge > self.n:
+            raise ValueError(f"edge must be at most n ({self.n}), got {self.edge}")
         if self.split % self.n:
             raise ValueError(f"split must be a multiple of n ({self.n}), got {self.split}")
         if self.warps not in (1, 2, 4, 8, 16):
@@ -81,13 +96,16 @@ class Key(NamedTuple):
 
 
 _INTERPRETED = Config(m=64, n=64, descriptors=True)
+_INTERPRETED_FORWARD = Config(m=64, n=64, descriptors=True, edge=32, width=64)
 _INTERPRETED_DECODE = Config(m=64, n=32, split=64)
 
 
 def choose(kind: Pass, arch: str, item_size: int, dim: int, *, modified: bool) -> Config:
     """The configuration of a pass; arch is "sm_90", "gfx942", or "interpreter"."""
     if arch == "interpreter":
-        return _INTERPRETED_DECODE if kind == "decode" else _INTERPRETED
+        return {"forward": _INTERPRETED_FORWARD, "decode": _INTERPRETED_DECODE}.get(
+            kind, _INTERPRETED
+        )
     served = min(d for d in _dims(kind) if d >= dim)
     return shipped(kind)[Key(kind, family(arch), item_size, served, modified)]
 
@@ -112,7 +130,8 @@ def shipped(kind: Pass) -> dict[Key, Config]:
             for name, fields in widths[width].items():
                 dim, _, modified = name.removeprefix("d").partition("_")
                 key = Key(kind, family_name, item_size, int(dim), bool(modified))
-                found[key] = Config(**fields)
+                watching = fields.pop("watching", None)
+                found[key] = Config(**fields, watching=watching and Config(**watching))
     return found
 
 

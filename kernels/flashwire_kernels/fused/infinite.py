@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from flashwire_kernels.fused import arguments as args
+from flashwire_kernels.fused.arguments import Lengths
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.primitives import (
     INF,
     load_rows,
+    number_index,
     place,
     row_pointers,
-    scalar_pointers,
     sequence_bounds,
 )
 from flashwire_kernels.tensors import Inputs
@@ -28,35 +29,43 @@ COUNT_FROM = 2048
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def infinite_kernel(
-    k, found, lengths, tile_list, tiles, heads, heads_per_row, heads_at_once,
+    k, found, len_k, offsets_k, tile_list, tiles, heads, heads_per_row, heads_at_once,
     N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
     """1 for every key with an Inf or NaN, 0 for others."""
     b, h, tile = place(tile_list, tiles, heads, heads_per_row, heads_at_once, False)
-    _, _, first_k, len_k = sequence_bounds(lengths, b)
+    lengths = Lengths(len_k, len_k, offsets_k, offsets_k)
+    _, _, first, length = sequence_bounds(lengths, b)
     start = tile * N
     rows = start + tl.arange(0, N)
-    wanted = rows < len_k
-    keys = load_rows(row_pointers(k, b, h, first_k + start, N, DIM_PAD), wanted, DIM)
+    wanted = rows < length
+    keys = load_rows(row_pointers(k, b, h, first + start, N, DIM_PAD), wanted, DIM)
     finite = tl.abs(keys.to(tl.float32)) < INF
     spoiled = 1 - tl.min(finite.to(tl.int32), 1)
-    tl.store(scalar_pointers(found, b, h, first_k + rows), spoiled, mask=wanted)
+    index = number_index(b, h, first + rows, heads_per_row, len_k, offsets_k is not None)
+    tl.store(found + index, spoiled, mask=wanted)
 
 
 @triton.jit
-def infinite_between(infinite, origin, first, last):
+def infinite_between(infinite, origin, first, last, lengths, heads_kv):
     """Whether any key of [first, last) of a sequence holds an Inf or NaN, by their counts."""
     b, h, start = origin
+    PACKED: tl.constexpr = lengths.offsets_k is not None
     first, last = start + first, start + last
-    before = tl.load(scalar_pointers(infinite, b, h, first - 1), mask=first > 0, other=0)
+    before_at = infinite + number_index(b, h, first - 1, heads_kv, lengths.k, PACKED)
+    upto_at = infinite + number_index(b, h, last - 1, heads_kv, lengths.k, PACKED)
+    before = tl.load(before_at, mask=first > 0, other=0)
     if_any = last > first
-    upto = tl.load(scalar_pointers(infinite, b, h, last - 1), mask=if_any, other=0)
+    upto = tl.load(upto_at, mask=if_any, other=0)
     return if_any & (upto != before)
 
 
 def counts(problem: Problem, x: Inputs) -> bool:
-    """Whether to count: where products go into exp2 as they are, and rows are many."""
-    return args.folds(args.score(problem, x)) and problem.len_q * problem.group >= COUNT_FROM
+    """Whether to count: where products go into exp2 as they are, and rows are many. (A mask has
+    them looked at one by one, and may hide what would be counted.)
+    """
+    plain = args.folds(args.score(problem, x)) and x.mask is None
+    return plain and problem.len_q * problem.group >= COUNT_FROM
 
 
 def count(problem: Problem, x: Inputs, config: Config) -> torch.Tensor:
@@ -69,11 +78,10 @@ def count(problem: Problem, x: Inputs, config: Config) -> torch.Tensor:
 
 
 def call(problem: Problem, x: Inputs, found: torch.Tensor, config: Config) -> Call:
-    """Writes a 1 or 0 per key into `found` wherever there is a sequence."""
-    grid = args.key_grid(problem, config.n, x.k.device)
-    positional = (
-        args.rows(x.k, problem.packed), args.scalars(found, problem.packed),
-        args.lengths(problem, x.k.device), *grid.arguments,
-    )  # fmt: skip
+    """Writes a 1 or 0 per key into `found`, contiguous, wherever there is a sequence."""
+    device = x.k.device
+    grid = args.key_grid(problem, config.n, device)
+    _, len_k, _, offsets_k = args.lengths(problem, device)
+    positional = (args.rows(x.k, problem.packed), found, len_k, offsets_k, *grid.arguments)
     constants = {"N": config.n, "DIM": problem.dim, "DIM_PAD": args.padded(problem.dim)}
     return Call(infinite_kernel, grid.programs, positional, constants, config)

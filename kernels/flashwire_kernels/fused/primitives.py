@@ -79,16 +79,19 @@ def visible_range(first, last, length, shift, left, right):
 
 
 @triton.jit
-def split_range(lo, hi, all_lo, all_hi, TILE: tl.constexpr):
+def split_range(lo, hi, all_lo, all_hi, TILE: tl.constexpr, PARTS: tl.constexpr = 1):
     """Tiles that cover [lo, hi): (first, number that lie before the full ones, first full, first
     after the full ones, number of the two edges together). Full ones lie within [all_lo, all_hi).
+    Edges are cut into PARTS tiles for one of the full ones; where none is full, all is one edge.
     """
+    PART: tl.constexpr = TILE // PARTS
     end = tl.maximum((hi + TILE - 1) // TILE, 0)
-    first = tl.minimum(lo // TILE, end)
     full = tl.minimum((all_lo + TILE - 1) // TILE, end)
     full_end = tl.maximum(tl.minimum(tl.maximum(all_hi, 0) // TILE, end), full)
-    before = full - first
-    return first, before, full, full_end, before + end - full_end
+    last = tl.maximum((hi + PART - 1) // PART, 0)
+    first = tl.minimum(lo // PART, last)
+    before = full * PARTS - first
+    return first, before, full, full_end, before + last - full_end * PARTS
 
 
 @triton.jit
@@ -106,22 +109,24 @@ def load_rows(pointers, wanted, DIM: tl.constexpr):
     DIM_PAD: tl.constexpr = pointers.shape[1]
     dims = tl.arange(0, DIM_PAD)[None, :] < DIM
     if wanted is None:
-        if DIM == DIM_PAD:
+        if DIM >= DIM_PAD:
             return tl.load(pointers)
         else:
             return tl.load(pointers, mask=dims, other=0.0)
     else:
-        if DIM == DIM_PAD:
+        if DIM >= DIM_PAD:
             return tl.load(pointers, mask=wanted[:, None], other=0.0)
         else:
             return tl.load(pointers, mask=wanted[:, None] & dims, other=0.0)
 
 
 @triton.jit
-def described_tile(tiles, origin, start, N: tl.constexpr, DIM_PAD: tl.constexpr):
-    """N whole rows from `start` on, by descriptor; 0 beyond the head dimension."""
+def described_tile(
+    tiles, origin, start, N: tl.constexpr, WIDTH: tl.constexpr, first_dim: tl.constexpr = 0
+):
+    """WIDTH columns of N rows from `start` on, by descriptor; 0 beyond the head dimension."""
     b, h, first = origin
-    return tiles.load([b, h, (first + start).to(tl.int32), 0]).reshape([N, DIM_PAD])
+    return tiles.load([b, h, (first + start).to(tl.int32), first_dim]).reshape([N, WIDTH])
 
 
 @triton.jit
@@ -147,6 +152,15 @@ def store_rows(pointers, values, wanted, DIM: tl.constexpr):
 def scalar_pointers(t, b, h, rows):
     """Pointers to a head's numbers, one per row."""
     return t.ptr + b.to(tl.int64) * t.batch + h.to(tl.int64) * t.head + rows.to(tl.int64) * t.row
+
+
+@triton.jit
+def number_index(b, h, row, heads, length, PACKED: tl.constexpr):
+    """Where the number of a head and row stands in a contiguous (B, H, L) or (T, H)."""
+    if PACKED:
+        return row.to(tl.int64) * heads + h
+    else:
+        return (b.to(tl.int64) * heads + h) * length + row
 
 
 @triton.jit

@@ -64,8 +64,9 @@ def sum_heads(
         keep = True
         if dropout.key0 is not None:
             keep = keep_tile(dropout, b, h, rows[:, None], start_n, M, N)
+        in_band = None
         p, visible, steepness = p_tile(
-            product, row_lse[:, None], None, score, window, b, h, rows[:, None], cols[None, :],
+            product, row_lse[:, None], in_band, score, window, b, h, rows[:, None], cols[None, :],
             len_q, len_k, shift, EDGE, FOLD,
         )  # fmt: skip
         ds, _ = ds_tile(p, dp, row_delta[:, None], keep, visible, steepness, score, dropout)

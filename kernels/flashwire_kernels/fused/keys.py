@@ -24,6 +24,7 @@ from flashwire_kernels.fused.gradients import (
 )
 from flashwire_kernels.fused.primitives import (
     alignment,
+    contiguous_rows,
     keep_tile,
     load_rows,
     number_index,
@@ -175,14 +176,15 @@ def keys_kernel(
         if bias_sums is not None:
             index = number_index(b, h, cols, heads_q, lengths.k, False)
             tl.store(bias_sums + index, sums, mask=wanted)
-    index = number_index(b, h_kv, first_k + cols, heads_per_row, lengths.k, PACKED)[:, None]
     if WANT_K:
-        dk_pointers = dk + index * DIM + tl.arange(0, DIM_PAD)[None, :]
+        dk_rows = contiguous_rows(dk, heads_per_row, lengths.k, DIM, PACKED)
+        dk_pointers = row_pointers(dk_rows, b, h_kv, first_k + start, N, DIM_PAD)
         store_rows(dk_pointers, dk_tile * scale, wanted, DIM)
     if WANT_V:
         if dropout.key0 is not None:
             dv_tile = dv_tile * dropout.factor
-        dv_pointers = dv + index * DIM_V + tl.arange(0, DIM_V_PAD)[None, :]
+        dv_rows = contiguous_rows(dv, heads_per_row, lengths.k, DIM_V, PACKED)
+        dv_pointers = row_pointers(dv_rows, b, h_kv, first_k + start, N, DIM_V_PAD)
         store_rows(dv_pointers, dv_tile, wanted, DIM_V)
 
 

@@ -21,6 +21,7 @@ from flashwire_kernels.fused.primitives import (
     INF,
     LOG2E,
     alignment,
+    contiguous_rows,
     keep_tile,
     load_rows,
     number_index,
@@ -146,13 +147,14 @@ def queries_kernel(
         (lo, hi, first, before, full_end - full, edges), score, window, dropout,
         True, FOLD, PRECISION, WATCH, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
     )  # fmt: skip
-    index = number_index(b, h, first_q + rows, heads_per_row, lengths.q, PACKED)
-    dq_pointers = dq + index[:, None] * DIM + tl.arange(0, DIM_PAD)[None, :]
+    dq_rows = contiguous_rows(dq, heads_per_row, lengths.q, DIM, PACKED)
+    dq_pointers = row_pointers(dq_rows, b, h, first_q + start, M, DIM_PAD)
     store_rows(dq_pointers, dq_tile * scale, wanted, DIM)
     if bias_sums is not None:
         sums_index = number_index(b, h, rows, heads_per_row, lengths.q, False)
         tl.store(bias_sums + sums_index, sums, mask=wanted)
     if sink_terms is not None:
+        index = number_index(b, h, first_q + rows, heads_per_row, lengths.q, PACKED)
         own = nothing
         if dlse is not None:
             own = load_numbers(dlse + index, wanted)

@@ -53,7 +53,7 @@ def backward(
     )
     numbers = row_numbers(lse, problem.packed)
     saved = (dout, *numbers)
-    terms = torch.zeros_like(lse) if wanted.sinks and x.sinks is not None else None
+    terms = lse.new_zeros(lse.shape) if wanted.sinks and x.sinks is not None else None
     bias = _BiasSums(problem, x.bias) if wanted.bias and x.bias is not None else None
     by_key, by_query = (None, None) if bias is None else (bias.by_key, bias.by_query)
     queries = _config("queries", problem, x)

@@ -6,15 +6,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashwire_kernels.fused import arguments as args
+from flashwire_kernels.fused.arguments import Lengths
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.primitives import (
     INF,
     LOG2E,
     load_rows,
+    number_index,
     place,
     row_pointers,
-    scalar_pointers,
     score_tile,
     sequence_bounds,
     visible_range,
@@ -83,7 +84,7 @@ def ds_tile(p, dp, delta, keep, visible, steepness, score, dropout):
     not finite, which belong to a key or query that something sees.
     """
     MASKED: tl.constexpr = score.mask is not None or score.bias is not None
-    if dropout is not None:
+    if dropout.key0 is not None:
         dp = tl.where(keep, dp, 0.0) * dropout.factor
     ds = p * (dp - delta)
     if MASKED:
@@ -97,45 +98,57 @@ def ds_tile(p, dp, delta, keep, visible, steepness, score, dropout):
 
 
 @triton.jit
-def load_scalars(t, b, h, rows, wanted):
-    """A head's numbers of the wanted rows, 0 for others; all are wanted when that is None."""
-    if wanted is None:
-        return tl.load(scalar_pointers(t, b, h, rows))
+def head_index(b, h, heads, span, PACKED: tl.constexpr):
+    """Where a head's numbers begin in one of row_numbers; span is how many it has of one head."""
+    if PACKED:
+        return tl.cast(h, tl.int64) * span
     else:
-        return tl.load(scalar_pointers(t, b, h, rows), mask=wanted, other=0.0)
+        return (b.to(tl.int64) * heads + h) * span
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit
+def load_numbers(pointers, wanted):
+    """The wanted ones, 0 for others; all are wanted when that is None."""
+    if wanted is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=wanted, other=0.0)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "span"])
 def delta_kernel(
-    out, dout, lse, dlse, scaled_lse, delta, lengths,
+    out, dout, lse, dlse, scaled_lse, delta, span, len_q, offsets_q,
     tile_list, tiles, heads, heads_per_row, heads_at_once,
     M: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
     """delta = sum of dout * out, less dlse; 0 where lse is -inf and so depends on nothing.
     scaled_lse is lse in units of log2.
     """
+    PACKED: tl.constexpr = offsets_q is not None
     b, h, tile = place(tile_list, tiles, heads, heads_per_row, heads_at_once, False)
-    first_q, len_q, _, _ = sequence_bounds(lengths, b)
+    first, length, _, _ = sequence_bounds(Lengths(len_q, len_q, offsets_q, offsets_q), b)
     start = tile * M
     rows = start + tl.arange(0, M)
-    wanted = rows < len_q
-    o = load_rows(row_pointers(out, b, h, first_q + start, M, DIM_V_PAD), wanted, DIM_V)
-    do = load_rows(row_pointers(dout, b, h, first_q + start, M, DIM_V_PAD), wanted, DIM_V)
+    wanted = rows < length
+    o = load_rows(row_pointers(out, b, h, first + start, M, DIM_V_PAD), wanted, DIM_V)
+    do = load_rows(row_pointers(dout, b, h, first + start, M, DIM_V_PAD), wanted, DIM_V)
     total = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    given = number_index(b, h, first + rows, heads_per_row, len_q, PACKED)
     if dlse is not None:
-        total -= tl.load(scalar_pointers(dlse, b, h, first_q + rows), mask=wanted, other=0.0)
-    row_lse = tl.load(scalar_pointers(lse, b, h, first_q + rows), mask=wanted, other=-INF)
-    tl.store(scalar_pointers(scaled_lse, b, h, first_q + rows), row_lse * LOG2E, mask=wanted)
+        total -= tl.load(dlse + given, mask=wanted, other=0.0)
+    row_lse = tl.load(lse + given, mask=wanted, other=-INF)
     total = tl.where(row_lse == -INF, 0.0, total)
-    tl.store(scalar_pointers(delta, b, h, first_q + rows), total, mask=wanted)
+    found = head_index(b, h, heads_per_row, span, PACKED) + first + rows
+    tl.store(scaled_lse + found, row_lse * LOG2E, mask=wanted)
+    tl.store(delta + found, total, mask=wanted)
 
 
 def row_numbers(lse: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for two numbers per query, each shaped like lse, with a head's one after the other."""
-    if packed:
-        lse = lse.T
-    room = lse.new_empty((2, *lse.shape))
-    return (room[0].T, room[1].T) if packed else (room[0], room[1])
+    """Room for two numbers per query, contiguous, a head's one after the other: (B, H, L) or, even
+    of packed sequences, (H, T).
+    """
+    first, second = lse.new_empty((2, *(lse.T if packed else lse).shape))
+    return first, second
 
 
 def described(
@@ -154,14 +167,14 @@ def delta_call(
     found: tuple[torch.Tensor, torch.Tensor],
     config: Config,
 ) -> Call:
-    """Writes lse in units of log2, and delta (`found`)."""
+    """Writes lse in units of log2, and delta, into `found` (row_numbers)."""
     packed = problem.packed
     grid = args.query_grid(problem, config.m, out.device)
+    len_q, _, offsets_q, _ = args.lengths(problem, out.device)
     positional = (
-        args.rows(out, packed), args.rows(dout, packed), args.scalars(lse, packed),
-        None if dlse is None else args.scalars(dlse, packed),
-        args.scalars(found[0], packed), args.scalars(found[1], packed),
-        args.lengths(problem, out.device), *grid.arguments,
+        args.rows(out, packed), args.rows(dout, packed), lse.contiguous(),
+        None if dlse is None else dlse.contiguous(), *found, found[0].shape[-1], len_q, offsets_q,
+        *grid.arguments,
     )  # fmt: skip
     constants = {"M": config.m, "DIM_V": problem.dim_v, "DIM_V_PAD": args.padded(problem.dim_v)}
     return Call(delta_kernel, grid.programs, positional, constants, config)

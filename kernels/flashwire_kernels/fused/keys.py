@@ -10,23 +10,26 @@ import triton
 import triton.language as tl
 
 from flashwire_kernels.fused import arguments as args
+from flashwire_kernels.fused.arguments import Dropout, Lengths, Window
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.gradients import (
     described,
     ds_tile,
+    head_index,
     in_sight,
-    load_scalars,
+    load_numbers,
     p_tile,
     within_sight,
 )
 from flashwire_kernels.fused.primitives import (
     alignment,
+    contiguous_rows,
     keep_tile,
     load_rows,
+    number_index,
     place,
     row_pointers,
-    scalar_pointers,
     seen,
     sequence_bounds,
     split_range,
@@ -48,7 +51,8 @@ def keys_range(
     """Take query tiles of a head into state: (dk, dv, sums of ds by key); dk and the sums only if
     WANT_K, dv only if WANT_V.
 
-    queries   (q, dout, lse, delta, descriptors of q and dout or None, origin: (b, head, first row))
+    queries   (q, dout, pointers to the first lse and delta, descriptors of q and dout or None,
+              origin: (b, head, first row))
     place_of  (b, h, first key, all N, Lq, Lk, alignment)
     tiles     (lo, hi, first, before, jump, count): `count` tiles, from `first` on `before` of them
               and the others from there + `jump`; queries in [lo, hi) are wanted
@@ -57,9 +61,8 @@ def keys_range(
     q, dout, lse, delta, q_tiles, do_tiles, origin = queries
     b, h, start_n, j, len_q, len_k, shift = place_of
     lo, hi, first, before, jump, count = tiles
-    first_q = origin[2]
-    q_pointers = row_pointers(q, b, h, first_q, M, DIM_PAD)
-    do_pointers = row_pointers(dout, b, h, first_q, M, DIM_V_PAD)
+    q_pointers = row_pointers(q, b, h, origin[2], M, DIM_PAD)
+    do_pointers = row_pointers(dout, b, h, origin[2], M, DIM_V_PAD)
     MASKED: tl.constexpr = score.mask is not None or score.bias is not None
     BAND: tl.constexpr = (
         window.left is not None or window.right is not None or score.slopes is not None
@@ -82,12 +85,12 @@ def keys_range(
         do_tile = tile_of_rows(do_pointers, dout.row, do_tiles, origin, start, wanted, DIM_V)
         # Each row's numbers are loaded where they are used: sooner, they would fill registers.
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        row_lse = load_scalars(lse, b, h, first_q + rows, wanted)
+        row_lse = load_numbers(lse + rows, wanted)
         if WANT_K:
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            row_delta = load_scalars(delta, b, h, first_q + rows, wanted)[None, :]
+            row_delta = load_numbers(delta + rows, wanted)[None, :]
         keep = True
-        if dropout is not None:
+        if dropout.key0 is not None:
             keep = tl.trans(keep_tile(dropout, b, h, rows[:, None], start_n, M, N))
         in_band = None
         if EDGE and BAND:
@@ -102,7 +105,7 @@ def keys_range(
             do_tile = tl.where(some, do_tile, 0.0)
         if WANT_V:
             kept = p
-            if dropout is not None:
+            if dropout.key0 is not None:
                 kept = tl.where(keep, p, 0.0)
             dv = tl.dot(kept.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         if WANT_K:
@@ -113,10 +116,11 @@ def keys_range(
     return dk, dv, sums
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "span"])
 def keys_kernel(
-    q, k, v, dout, lse, delta, q_tiles, do_tiles, dk, dv, bias_sums, score, window, dropout, scale,
-    lengths, tile_list, tiles, heads, heads_per_row, heads_at_once,
+    q, k, v, dout, lse, delta, span, q_tiles, do_tiles, dk, dv, bias_sums, score, scale,
+    left, right, key0, key1, threshold, kept_factor, len_q, len_k, offsets_q, offsets_k,
+    tile_list, tiles, heads, heads_per_row, heads_at_once,
     GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
@@ -124,26 +128,30 @@ def keys_kernel(
     """dk and dv of N keys, over the heads that share them, or one of the two, the other being None;
     bias_sums (B, Hq, Lk) of ds, with dk.
     """
+    window, dropout = Window(left, right), Dropout(key0, key1, threshold, kept_factor)
+    lengths = Lengths(len_q, len_k, offsets_q, offsets_k)
     b, h_kv, tile = place(tile_list, tiles, heads, heads_per_row, heads_at_once, False)
-    first_q, len_q, first_k, len_k = sequence_bounds(lengths, b)
-    shift = alignment(len_q, len_k, BOTTOM_RIGHT)
+    first_q, own_q, first_k, own_k = sequence_bounds(lengths, b)
+    shift = alignment(own_q, own_k, BOTTOM_RIGHT)
+    PACKED: tl.constexpr = lengths.offsets_q is not None
     row_of_queries = b
-    if lengths.offsets_q is not None:
+    if PACKED:
         row_of_queries = b * 0
+    heads_q = heads_per_row * GROUP
     start = tile * N
     cols = start + tl.arange(0, N)
-    wanted = cols < len_k
-    seen_by_some = wanted & within_sight(cols, len_q, -shift, window.right, window.left)
+    wanted = cols < own_k
+    seen_by_some = wanted & within_sight(cols, own_q, -shift, window.right, window.left)
     k_pointers = row_pointers(k, b, h_kv, first_k + start, N, DIM_PAD)
     v_pointers = row_pointers(v, b, h_kv, first_k + start, N, DIM_V_PAD)
     k_tile = load_rows(k_pointers, seen_by_some, DIM)
     v_tile = load_rows(v_pointers, seen_by_some, DIM_V)
     lo, hi, all_lo, all_hi = visible_range(
-        start, tl.minimum(start + N, len_k), len_q, -shift, window.right, window.left
+        start, tl.minimum(start + N, own_k), own_q, -shift, window.right, window.left
     )
     if score.mask is not None or score.bias is not None:
         # Tiles that are not edges read masks and biases whole.
-        all_hi = tl.where(start + N > len_k, all_lo, all_hi)
+        all_hi = tl.where(start + N > own_k, all_lo, all_hi)
     first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, M)
     WANT_K: tl.constexpr = dk is not None
     WANT_V: tl.constexpr = dv is not None
@@ -151,8 +159,10 @@ def keys_kernel(
     dv_tile = tl.zeros([N, DIM_V_PAD if WANT_V else 1], tl.float32)
     for g in range(GROUP):
         h = h_kv * GROUP + g
-        queries = (q, dout, lse, delta, q_tiles, do_tiles, (row_of_queries, h, first_q))
-        place_of = (b, h, start, cols, len_q, len_k, shift)
+        at = head_index(b, h, heads_q, span, PACKED) + first_q
+        origin = (row_of_queries, h, first_q)
+        queries = (q, dout, lse + at, delta + at, q_tiles, do_tiles, origin)
+        place_of = (b, h, start, cols, own_q, own_k, shift)
         state = keys_range(
             (dk_tile, dv_tile, tl.zeros([N], tl.float32)), k_tile, v_tile, queries, place_of,
             (lo, hi, full, 0, 0, full_end - full), score, window, dropout,
@@ -164,14 +174,17 @@ def keys_kernel(
             True, WANT_K, WANT_V, FOLD, PRECISION, M, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
         )  # fmt: skip
         if bias_sums is not None:
-            tl.store(scalar_pointers(bias_sums, b, h, cols), sums, mask=wanted)
+            index = number_index(b, h, cols, heads_q, lengths.k, False)
+            tl.store(bias_sums + index, sums, mask=wanted)
     if WANT_K:
-        dk_pointers = row_pointers(dk, b, h_kv, first_k + start, N, DIM_PAD)
+        dk_rows = contiguous_rows(dk, heads_per_row, lengths.k, DIM, PACKED)
+        dk_pointers = row_pointers(dk_rows, b, h_kv, first_k + start, N, DIM_PAD)
         store_rows(dk_pointers, dk_tile * scale, wanted, DIM)
     if WANT_V:
-        if dropout is not None:
+        if dropout.key0 is not None:
             dv_tile = dv_tile * dropout.factor
-        dv_pointers = row_pointers(dv, b, h_kv, first_k + start, N, DIM_V_PAD)
+        dv_rows = contiguous_rows(dv, heads_per_row, lengths.k, DIM_V, PACKED)
+        dv_pointers = row_pointers(dv_rows, b, h_kv, first_k + start, N, DIM_V_PAD)
         store_rows(dv_pointers, dv_tile, wanted, DIM_V)
 
 
@@ -183,24 +196,24 @@ def keys_calls(
     bias_sums: torch.Tensor | None,
     config: Config,
 ) -> list[Call]:
-    """Write dk and dv (`found`), and bias_sums (B, Hq, Lk). rows: dout, and what the delta kernel
-    wrote.
+    """Write dk and dv (`found`), and bias_sums (B, Hq, Lk), all contiguous. rows: dout, and what
+    the delta kernel wrote.
     """
     packed, (dout, lse, delta) = problem.packed, rows
     score = args.score(problem, x)
     grid = args.key_grid(problem, config.n, x.q.device)
     before = (
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed),
-        args.rows(dout, packed), args.scalars(lse, packed), args.scalars(delta, packed),
+        args.rows(dout, packed), lse, delta, lse.shape[-1],
         *described((x.q, dout), packed, config.m, config),
     )  # fmt: skip
     after = (
-        score, args.window(problem), args.dropout(problem), args.float32(problem.scale),
-        args.lengths(problem, x.q.device), *grid.arguments,
+        score, args.float32(problem.scale), *args.ungrouped(problem, x.q.device), *grid.arguments,
     )  # fmt: skip
-    dk, dv = (args.rows(t, packed) for t in found)
-    sums = None if bias_sums is None else args.scalars(bias_sums, False)
-    launches = [(dk, None, sums), (None, dv, None)] if config.apart else [(dk, dv, sums)]
+    dk, dv = found
+    launches = [(dk, dv, bias_sums)]
+    if config.apart:
+        launches = [(dk, None, bias_sums), (None, dv, None)]
     constants = args.constants(problem) | {"FOLD": args.folds(score), "M": config.m, "N": config.n}
     return [
         Call(keys_kernel, grid.programs, (*before, *written, *after), constants, config)

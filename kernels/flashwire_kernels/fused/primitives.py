@@ -7,6 +7,8 @@ other way about where a kernel works on keys by queries.
 import triton
 import triton.language as tl
 
+from flashwire_kernels.fused.arguments import Rows
+
 INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -161,6 +163,16 @@ def number_index(b, h, row, heads, length, PACKED: tl.constexpr):
         return row.to(tl.int64) * heads + h
     else:
         return (b.to(tl.int64) * heads + h) * length + row
+
+
+@triton.jit
+def contiguous_rows(t, heads, length, DIM: tl.constexpr, PACKED: tl.constexpr):
+    """Rows (arguments.Rows) of a contiguous (B, H, L, DIM) or (T, H, DIM)."""
+    if PACKED:
+        return Rows(t, 0, DIM, tl.cast(heads, tl.int64) * DIM, 1)
+    else:
+        head = tl.cast(length, tl.int64) * DIM
+        return Rows(t, heads * head, head, DIM, 1)
 
 
 @triton.jit

@@ -5,13 +5,15 @@ import triton
 import triton.language as tl
 
 from flashwire_kernels.fused import arguments as args
+from flashwire_kernels.fused.arguments import Dropout, Lengths, Window
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.gradients import (
     described,
     ds_tile,
+    head_index,
     in_sight,
-    load_scalars,
+    load_numbers,
     p_tile,
     within_sight,
 )
@@ -19,11 +21,12 @@ from flashwire_kernels.fused.primitives import (
     INF,
     LOG2E,
     alignment,
+    contiguous_rows,
     keep_tile,
     load_rows,
+    number_index,
     place,
     row_pointers,
-    scalar_pointers,
     seen,
     sequence_bounds,
     split_range,
@@ -68,7 +71,7 @@ def queries_range(
         k_tile = tile_of_rows(k_pointers, k.row, k_tiles, origin, start, wanted, DIM)
         v_tile = tile_of_rows(v_pointers, v.row, v_tiles, origin, start, wanted, DIM_V)
         keep = True
-        if dropout is not None:
+        if dropout.key0 is not None:
             keep = keep_tile(dropout, b, h, i[:, None], start, q_tile.shape[0], N)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -90,43 +93,49 @@ def queries_range(
     return dq, sums, saw
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "span"])
 def queries_kernel(
-    q, k, v, dout, k_tiles, v_tiles, lse, delta, dlse, dq, sinks, sink_terms, bias_sums,
-    score, window, dropout, scale, lengths, tile_list, tiles, heads, heads_per_row, heads_at_once,
+    q, k, v, dout, k_tiles, v_tiles, lse, delta, span, dlse, dq, sinks, sink_terms, bias_sums,
+    score, scale,
+    left, right, key0, key1, threshold, kept_factor, len_q, len_k, offsets_q, offsets_k,
+    tile_list, tiles, heads, heads_per_row, heads_at_once,
     GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries; what each adds to its head's dsink; bias_sums (B, Hq, Lq) of ds."""
+    window, dropout = Window(left, right), Dropout(key0, key1, threshold, kept_factor)
+    lengths = Lengths(len_q, len_k, offsets_q, offsets_k)
     b, h, tile = place(
         tile_list, tiles, heads, heads_per_row, heads_at_once, window.right is not None
     )
-    first_q, len_q, first_k, len_k = sequence_bounds(lengths, b)
-    shift = alignment(len_q, len_k, BOTTOM_RIGHT)
+    first_q, own_q, first_k, own_k = sequence_bounds(lengths, b)
+    shift = alignment(own_q, own_k, BOTTOM_RIGHT)
+    PACKED: tl.constexpr = lengths.offsets_k is not None
     row_of_keys = b
-    if lengths.offsets_k is not None:
+    if PACKED:
         row_of_keys = b * 0
     MASKED: tl.constexpr = score.mask is not None or score.bias is not None
     start = tile * M
     rows = start + tl.arange(0, M)
-    wanted = rows < len_q
-    seeing = wanted & within_sight(rows, len_k, shift, window.left, window.right)
+    wanted = rows < own_q
+    seeing = wanted & within_sight(rows, own_k, shift, window.left, window.right)
     q_tile = load_rows(row_pointers(q, b, h, first_q + start, M, DIM_PAD), seeing, DIM)
     do_tile = load_rows(row_pointers(dout, b, h, first_q + start, M, DIM_V_PAD), seeing, DIM_V)
-    row_lse = load_scalars(lse, b, h, first_q + rows, seeing)
-    row_delta = load_scalars(delta, b, h, first_q + rows, seeing)
+    at = head_index(b, h, heads_per_row, span, PACKED) + first_q + rows
+    row_lse = load_numbers(lse + at, seeing)
+    row_delta = load_numbers(delta + at, seeing)
     lo, hi, all_lo, all_hi = visible_range(
-        start, tl.minimum(start + M, len_q), len_k, shift, window.left, window.right
+        start, tl.minimum(start + M, own_q), own_k, shift, window.left, window.right
     )
     if MASKED:
         # Tiles that are not edges read masks and biases whole.
-        all_hi = tl.where(start + M > len_q, all_lo, all_hi)
+        all_hi = tl.where(start + M > own_q, all_lo, all_hi)
     first, before, full, full_end, edges = split_range(lo, hi, all_lo, all_hi, N)
     WATCH: tl.constexpr = MASKED and sink_terms is not None
     nothing = tl.zeros([M], tl.float32)
     keys = (k, v, k_tiles, v_tiles, (row_of_keys, h // GROUP, first_k))
-    place_of = (b, h, rows, len_q, len_k, shift)
+    place_of = (b, h, rows, own_q, own_k, shift)
     state = queries_range(
         (tl.zeros([M, DIM_PAD], tl.float32), nothing, nothing != 0), q_tile, do_tile,
         row_lse, row_delta, keys, place_of, (lo, hi, full, 0, 0, full_end - full),
@@ -138,21 +147,25 @@ def queries_kernel(
         (lo, hi, first, before, full_end - full, edges), score, window, dropout,
         True, FOLD, PRECISION, WATCH, N, DIM, DIM_V, DIM_PAD, DIM_V_PAD,
     )  # fmt: skip
-    store_rows(row_pointers(dq, b, h, first_q + start, M, DIM_PAD), dq_tile * scale, wanted, DIM)
+    dq_rows = contiguous_rows(dq, heads_per_row, lengths.q, DIM, PACKED)
+    dq_pointers = row_pointers(dq_rows, b, h, first_q + start, M, DIM_PAD)
+    store_rows(dq_pointers, dq_tile * scale, wanted, DIM)
     if bias_sums is not None:
-        tl.store(scalar_pointers(bias_sums, b, h, rows), sums, mask=wanted)
+        sums_index = number_index(b, h, rows, heads_per_row, lengths.q, False)
+        tl.store(bias_sums + sums_index, sums, mask=wanted)
     if sink_terms is not None:
+        index = number_index(b, h, first_q + rows, heads_per_row, lengths.q, PACKED)
         own = nothing
         if dlse is not None:
-            own = load_scalars(dlse, b, h, first_q + rows, wanted)
+            own = load_numbers(dlse + index, wanted)
         if not WATCH:
             saw = seeing
         # A row that sees nothing has an out of 0, whatever its dout holds.
         upstream = tl.where(saw, -row_delta, own)
-        row_lse = load_scalars(lse, b, h, first_q + rows, wanted)
+        row_lse = load_numbers(lse + at, wanted)
         p_sink = tl.exp2(tl.load(sinks + h).to(tl.float32) * LOG2E - row_lse)
         terms = tl.where(row_lse == -INF, 0.0, p_sink * upstream)
-        tl.store(scalar_pointers(sink_terms, b, h, first_q + rows), terms, mask=wanted)
+        tl.store(sink_terms + index, terms, mask=wanted)
 
 
 def queries_call(
@@ -165,8 +178,8 @@ def queries_call(
     bias_sums: torch.Tensor | None,
     config: Config,
 ) -> Call:
-    """Writes dq, sink_terms (like lse) and bias_sums (B, Hq, Lq). rows: dout, and what the delta
-    kernel wrote.
+    """Writes dq, sink_terms (like lse) and bias_sums (B, Hq, Lq), all contiguous. rows: dout, and
+    what the delta kernel wrote.
     """
     packed, (dout, lse, delta) = problem.packed, rows
     score = args.score(problem, x)
@@ -174,12 +187,9 @@ def queries_call(
     positional = (
         args.rows(x.q, packed), args.rows(x.k, packed), args.rows(x.v, packed),
         args.rows(dout, packed), *described((x.k, x.v), packed, config.n, config),
-        args.scalars(lse, packed), args.scalars(delta, packed),
-        None if dlse is None else args.scalars(dlse, packed), args.rows(dq, packed),
-        args.sinks(x), None if sink_terms is None else args.scalars(sink_terms, packed),
-        None if bias_sums is None else args.scalars(bias_sums, False),
-        score, args.window(problem), args.dropout(problem), args.float32(problem.scale),
-        args.lengths(problem, x.q.device), *grid.arguments,
+        lse, delta, lse.shape[-1], None if dlse is None else dlse.contiguous(), dq,
+        args.sinks(x), sink_terms, bias_sums,
+        score, args.float32(problem.scale), *args.ungrouped(problem, x.q.device), *grid.arguments,
     )  # fmt: skip
     constants = args.constants(problem) | {"FOLD": args.folds(score), "M": config.m, "N": config.n}
     return Call(queries_kernel, grid.programs, positional, constants, config)

@@ -148,8 +148,8 @@ def calls(
         *rows, parts, parts_lse, score, *free, splits, problem.heads_kv, lse.numel()
     )  # fmt: skip
     constants = args.common(problem) | args.widths(problem, config) | {
-        "FOLD": args.folds(score), "FLOATS": config.floats, "M": args.padded(problem.len_q * problem.group),
-        "N": config.n, "SPLIT": config.split,
+        "FOLD": args.folds(score), "FLOATS": config.floats,
+        "M": args.padded(problem.len_q * problem.group), "N": config.n, "SPLIT": config.split,
     }  # fmt: skip
     programs = splits * problem.batch * problem.heads_kv
     decode = Call(decode_kernel, programs, positional, constants, config)

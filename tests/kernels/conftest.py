@@ -2,13 +2,15 @@
 
 import importlib.util
 import os
+import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton's kernels are imported
+assert "triton" not in sys.modules, "imported too early for its own functions to be interpreted"
+os.environ["TRITON_INTERPRET"] = "1"
 
 from flashwire_kernels import api
 from flashwire_kernels.check import check

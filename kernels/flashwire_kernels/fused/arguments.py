@@ -5,8 +5,9 @@ Strides count elements. A member that is None is absent from the compiled kernel
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,14 +220,17 @@ def dropout(problem: Problem) -> Dropout | None:
 def lengths(problem: Problem, device: torch.device) -> Lengths:
     if not problem.packed:
         return Lengths(problem.len_q, problem.len_k, None, None)
-    offsets = (_on(device, o or ()) for o in (problem.offsets_q, problem.offsets_k))
+    stream = _stream(device)
+    offsets = (
+        _offsets(o or (), device, stream) for o in (problem.offsets_q, problem.offsets_k)
+    )  # fmt: skip
     return Lengths(problem.len_q, problem.len_k, *offsets)
 
 
 def ungrouped(problem: Problem, device: torch.device) -> tuple[Any, ...]:
     """The members of Window, Dropout (each None without one) and Lengths, for a kernel to take one
-    by one and put together: for a tuple's, Triton would compile it anew where one is 1 or a
-    multiple of 16, whatever the kernel says.
+    by one and put together: those of a tuple, Triton specialises on being 1 or a multiple of 16,
+    whatever the kernel says.
     """
     thrown = dropout(problem) or (None,) * len(Dropout._fields)
     return *window(problem), *thrown, *lengths(problem, device)
@@ -242,8 +246,18 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def _on(device: torch.device, values: Sequence[int]) -> Any:
+@functools.lru_cache(maxsize=64)
+def _offsets(values: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    """One upload for all launches of a problem and of those like it. A tensor is used on the stream
+    that it was uploaded on alone, which orders both, and its end.
+    """
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,27 +282,42 @@ def _grid(
     problem: Problem, tile: int, device: torch.device, heads: int, step: int, *, of_keys: bool
 ) -> Grid:
     length = problem.len_k if of_keys else problem.len_q
-    tiles, rows = -(-length // tile), problem.batch * heads
-    listed = _tile_list(problem, tile, device, of_keys=of_keys)
-    programs = tiles * rows if listed is None else len(listed) * heads
-    return Grid(programs, (listed, tiles, rows, heads, step * _heads_at_once(problem)))
+    tiles, rows, listed = -(-length // tile), problem.batch * heads, None
+    programs = tiles * rows
+    if problem.offsets_q is not None and problem.offsets_k is not None:
+        own, other = problem.offsets_q, problem.offsets_k
+        if of_keys:
+            own, other = other, own
+        listed = _tile_list(
+            own, other, tile, problem.spec.causal, of_keys, device, _stream(device)
+        )  # fmt: skip
+        programs = len(listed) * heads
+    at_once = min(step * _heads_at_once(problem), max(1, rows))
+    return Grid(programs, (listed, tiles, rows, heads, at_once))
 
 
+@functools.lru_cache(maxsize=64)
 def _tile_list(
-    problem: Problem, tile: int, device: torch.device, *, of_keys: bool
-) -> torch.Tensor | None:
-    """The (sequence, tile) pairs of a packed problem, int32 (n, 2), longest work first."""
-    if not problem.packed:
-        return None
-    causal = problem.spec.causal
+    own: tuple[int, ...],
+    other: tuple[int, ...],
+    tile: int,
+    causal: bool,
+    of_keys: bool,
+    device: torch.device,
+    stream: int,
+) -> torch.Tensor:
+    """The (sequence, tile) pairs of packed sequences, by their offsets, int32 (n, 2), longest work
+    first. For its device and stream see _offsets.
+    """
     found = []
-    for b, sizes in enumerate(problem.sequences):
-        own, other = reversed(sizes) if of_keys else sizes
-        for t in range(-(-own // tile)):
-            work = other
+    sizes = zip(itertools.pairwise(own), itertools.pairwise(other), strict=True)
+    for b, ((first, last), (other_first, other_last)) in enumerate(sizes):
+        length, work = last - first, other_last - other_first
+        for t in range(-(-length // tile)):
+            seen = work
             if causal:  # late rows see many keys, early keys are seen by many rows
-                work = min(other, own - t * tile if of_keys else (t + 1) * tile)
-            found.append((-work, b, t))
+                seen = min(work, length - t * tile if of_keys else (t + 1) * tile)
+            found.append((-seen, b, t))
     listed = [pair for _, *pair in sorted(found)]
     return torch.tensor(listed, dtype=torch.int32).view(-1, 2).to(device, non_blocking=True)
 

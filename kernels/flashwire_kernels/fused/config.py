@@ -34,13 +34,14 @@ _WIDTHS = {2: "half", 4: "single"}
 class Config:
     """m queries by n keys, computed by `warps` warps with loads `stages` ahead.
 
+    registers    the most a thread may have, that more blocks fit on a multiprocessor; 0 is no limit
     split        of a decode, how many keys a program takes; m is the number of rows there are
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     edge         of a forward, keys at a time in tiles that some rows do not see whole; 0 is n
-    floats       watch for infinite products by their floats, where a GPU finds the least of three
-    watching     of a forward, what to run with while it looks out for infinite products, which
-                 takes registers; None is the same
     width        of a forward, columns of the head dimension at a time; 0 is all
+    floats       look out for infinite products as floats, where a GPU finds the least of three
+    watching     of a forward, what to run with while it looks out for infinite products; None is
+                 the same
     apart        dk and dv have a launch each, where both do not fit into registers at once
     """
 
@@ -48,6 +49,7 @@ class Config:
     n: int
     warps: int = 4
     stages: int = 2
+    registers: int = 0
     split: int = 0
     descriptors: bool = False
     edge: int = 0
@@ -77,7 +79,8 @@ class Config:
     @property
     def options(self) -> dict[str, int]:
         """As Triton calls them."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages} | limit
 
 
 class Key(NamedTuple):

@@ -46,9 +46,8 @@ def softmax_step(
 
     m is the largest score of a row so far, in units of log2, and l the sum of p relative to it.
     GUARD: rows may have seen nothing. WATCH: a product of -inf, which would vanish in exp2, makes l
-    NaN: it is the least, and, taken for an unsigned integer, the largest product, which times 0 is
-    0 or NaN. sm_90 finds the largest of three integers at once, sm_100 the least of three FLOATS,
-    too.
+    NaN. It is the least and, as an unsigned integer, the largest; times 0 others are 0. sm_90 finds
+    the largest of three integers in one instruction, sm_100 the least of three FLOATS, too.
     """
     if FOLD:
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -136,7 +135,7 @@ def attend(
             if MASKED:
                 v_tile = tl.where(seen(visible, 0)[:, None], v_tile, 0.0)
             scaled = acc[c] * correction[:, None]
-            new_acc = new_acc + (tl.dot(p, v_tile, scaled, input_precision=PRECISION),)
+            new_acc += (tl.dot(p, v_tile, scaled, input_precision=PRECISION),)
         acc = new_acc
     return acc, l, m
 
@@ -169,7 +168,7 @@ def attend_range(
         l = tl.where(spoiled, float("nan"), l)
     acc = ()
     for _ in tl.static_range((DIM_V + WIDTH_V - 1) // WIDTH_V):
-        acc = acc + (tl.zeros([M, WIDTH_V], tl.float32),)
+        acc += (tl.zeros([M, WIDTH_V], tl.float32),)
     state = attend(
         (acc, l, m), q, keys, place_of, (lo, hi, full, 0, 0, full_end - full),
         score, window, dropout,
@@ -191,7 +190,7 @@ def query_slices(pointers, step, wanted, DIM: tl.constexpr):
     slices = ()
     for c in tl.static_range((DIM + WIDTH - 1) // WIDTH):
         moved = pointers + c * WIDTH * tl.cast(step, tl.int64)
-        slices = slices + (load_rows(moved, wanted, DIM - c * WIDTH),)
+        slices += (load_rows(moved, wanted, DIM - c * WIDTH),)
     return slices
 
 
@@ -259,9 +258,8 @@ def forward_kernel(
     tl.store(lse + index, row_lse, mask=wanted)
     out_pointers = out + index[:, None] * DIM_V + tl.arange(0, WIDTH_V)[None, :]
     for c in tl.static_range(len(acc)):
-        store_rows(
-            out_pointers + c * WIDTH_V, acc[c] * factor[:, None], wanted, DIM_V - c * WIDTH_V
-        )
+        result = acc[c] * factor[:, None]
+        store_rows(out_pointers + c * WIDTH_V, result, wanted, DIM_V - c * WIDTH_V)
 
 
 def call(

@@ -211,9 +211,8 @@ def keys_calls(
         score, args.float32(problem.scale), *args.ungrouped(problem, x.q.device), *grid.arguments,
     )  # fmt: skip
     dk, dv = found
-    launches = [(dk, dv, bias_sums)]
-    if config.apart:
-        launches = [(dk, None, bias_sums), (None, dv, None)]
+    together = ((dk, dv, bias_sums),)
+    launches = ((dk, None, bias_sums), (None, dv, None)) if config.apart else together
     constants = args.constants(problem) | {"FOLD": args.folds(score), "M": config.m, "N": config.n}
     return [
         Call(keys_kernel, grid.programs, (*before, *written, *after), constants, config)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+from flashwire_kernels.fused.config import MAX_DECODE_ROWS
 from flashwire_kernels.validation import Problem
 
 MAX_DIM = 256
 MAX_LENGTH = 2**28  # positions are int32, and twice the sum of two lengths must still be one
+MAX_PROGRAMS = 2**31 - 1  # of a launch, all on one axis; also int32 within
+_LEAST_TILE = 16  # rows, see config.Config
+
 DEVICES = frozenset({"cuda"})  # PyTorch calls ROCm's devices so, too
 
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -30,7 +34,23 @@ def reasons(problem: Problem, device: str) -> list[str]:
     for name, length in (("q", problem.len_q), ("k", problem.len_k)):
         if length > MAX_LENGTH:
             found.append(f"{name}: a sequence must have at most {MAX_LENGTH} rows, got {length}")
+    programs = _programs(problem)
+    if programs > MAX_PROGRAMS:
+        found.append(f"q: a launch has at most {MAX_PROGRAMS} programs, this takes {programs}")
     return found
+
+
+def _programs(problem: Problem) -> int:
+    """What no launch has more of: tiles of query heads or key heads, rows of queries that share out
+    their keys.
+    """
+    return sum(
+        count * max(
+            problem.heads_q * max(-(-len_q // _LEAST_TILE), min(len_q, MAX_DECODE_ROWS)),
+            problem.heads_kv * -(-len_k // _LEAST_TILE),
+        )
+        for (len_q, len_k), count in problem.lengths.items()
+    )  # fmt: skip
 
 
 @functools.cache

@@ -120,8 +120,8 @@ def _triton_bytes(problem: Problem, backward: bool) -> int:
     if problem.packed:  # two int64 offsets a sequence, two int32 a tile, at least 16 rows each
         tiles = problem.batch + max(problem.tokens_q, problem.tokens_k) // 16
         needed += 16 * (problem.batch + 1) + 8 * tiles
-    if backward:  # delta, and what each row adds to its sink
-        return needed + 4 * rows * (2 if problem.sinks else 1) + _bias_sums_bytes(problem)
+    if backward:  # lse in other units, delta, and what each row adds to its sink
+        return needed + 4 * rows * (3 if problem.sinks else 2) + _bias_sums_bytes(problem)
     if problem.len_q * problem.group > MAX_DECODE_ROWS:  # which keys are infinite, and how many
         return needed + 8 * problem.tokens_k * problem.heads_kv
     split = min(config.split for config in shipped("decode").values())

@@ -49,12 +49,15 @@ class Held(TorchDispatchMode):
         self.now -= nbytes
 
 
+KEPT = 1 << 16  # offsets and lists of tiles, for later calls
+
+
 def peak_beside_results(compute, given):
     """Bytes that were held at once at most while `compute` ran, less those it returned."""
     with Held(given) as held:
         results = compute()
     owned = sum(t.nbytes for t in results if t is not None)
-    assert held.now == owned
+    assert owned <= held.now <= owned + KEPT
     return held.most - owned
 
 

@@ -246,12 +246,21 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
+_KEPT_ROWS = 1 << 14
+"""Of a tensor that is kept for later calls, whose memory nobody accounts for: at most 128 KiB."""
+
+
 @functools.lru_cache(maxsize=64)
-def _offsets(values: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+def _kept_offsets(values: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
     """One upload for all launches of a problem and of those like it. A tensor is used on the stream
     that it was uploaded on alone, which orders both, and its end.
     """
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _offsets(values: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    find = _kept_offsets if len(values) <= _KEPT_ROWS else _kept_offsets.__wrapped__
+    return find(values, device, stream)
 
 
 def _stream(device: torch.device) -> int:
@@ -288,16 +297,16 @@ def _grid(
         own, other = problem.offsets_q, problem.offsets_k
         if of_keys:
             own, other = other, own
-        listed = _tile_list(
-            own, other, tile, problem.spec.causal, of_keys, device, _stream(device)
-        )  # fmt: skip
+        few = tiles * len(own) <= _KEPT_ROWS
+        find = _kept_tile_list if few else _kept_tile_list.__wrapped__
+        listed = find(own, other, tile, problem.spec.causal, of_keys, device, _stream(device))
         programs = len(listed) * heads
     at_once = min(step * _heads_at_once(problem), max(1, rows))
     return Grid(programs, (listed, tiles, rows, heads, at_once))
 
 
 @functools.lru_cache(maxsize=64)
-def _tile_list(
+def _kept_tile_list(
     own: tuple[int, ...],
     other: tuple[int, ...],
     tile: int,
@@ -307,7 +316,7 @@ def _tile_list(
     stream: int,
 ) -> torch.Tensor:
     """The (sequence, tile) pairs of packed sequences, by their offsets, int32 (n, 2), longest work
-    first. For its device and stream see _offsets.
+    first. For its device and stream see _kept_offsets.
     """
     found = []
     sizes = zip(itertools.pairwise(own), itertools.pairwise(other), strict=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashwire_kernels.fused import config
-from flashwire_kernels.fused.config import Config, Key
+from flashwire_kernels.fused.config import Config, Key, configured
 
 PASSES = config.PASSES
 SHIPPED = Path(config.__file__).parent / "shipped"
@@ -22,17 +22,22 @@ def line(key: Key, chosen: Config) -> str:
     """The line of a configuration; of its fields, those that every line has, and what differs from
     the defaults.
     """
+    return f"{_name(key)} = {_value(chosen)}"
+
+
+def _value(value: Config | int | None) -> str:
+    if not isinstance(value, Config):
+        return str(value).lower()
     given = {
-        field.name: getattr(chosen, field.name)
-        for field in dataclasses.fields(chosen)
-        if field.name in _ALWAYS or getattr(chosen, field.name) != field.default
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if field.name in _ALWAYS or getattr(value, field.name) != field.default
     }
-    fields = ", ".join(f"{name} = {str(value).lower()}" for name, value in given.items())
-    return f"{_name(key)} = {{ {fields} }}"
+    return "{ " + ", ".join(f"{name} = {_value(v)}" for name, v in given.items()) + " }"
 
 
 def replaced(text: str, found: Mapping[Key, Config]) -> str:
-    """A pass's table with other configurations for some keys; what follows a line's brace stays.
+    """A pass's table with other configurations for some keys; a comment behind a line stays.
 
     Raises KeyError for a key that has no line.
     """
@@ -43,7 +48,7 @@ def replaced(text: str, found: Mapping[Key, Config]) -> str:
         if key is None:
             lines.append(old)
             continue
-        lines.append(line(key, left.pop(key)) + old.partition("}")[2])
+        lines.append(line(key, left.pop(key)) + _after(old))
     if left:
         raise KeyError(next(iter(left)))
     return "\n".join(lines) + "\n"
@@ -53,7 +58,7 @@ def rewrite(found: Iterable[tuple[list[Any], dict[str, Any]]], folder: Path) -> 
     """Write into `folder` the shipped tables with what was found, (key, configuration) as JSON has
     them; the files.
     """
-    chosen = {Key(*key): Config(**fields) for key, fields in found}
+    chosen = {Key(*key): configured(fields) for key, fields in found}
     written = []
     for kind in dict.fromkeys(key.kind for key in chosen):
         own = {key: c for key, c in chosen.items() if key.kind == kind}
@@ -62,6 +67,12 @@ def rewrite(found: Iterable[tuple[list[Any], dict[str, Any]]], folder: Path) -> 
         (folder / f"{kind}.toml").write_text(text)
         written.append(folder / f"{kind}.toml")
     return written
+
+
+def _after(old: str) -> str:
+    """A comment behind a line's last brace, and the space before it."""
+    value, mark, comment = old.partition("#")
+    return value.rpartition("}")[2] + mark + comment
 
 
 def _section(key: Key) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Pass = Literal["forward", "keys", "queries", "decode"]
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "decode")
@@ -133,9 +134,14 @@ def shipped(kind: Pass) -> dict[Key, Config]:
             for name, fields in widths[width].items():
                 dim, _, modified = name.removeprefix("d").partition("_")
                 key = Key(kind, family_name, item_size, int(dim), bool(modified))
-                watching = fields.pop("watching", None)
-                found[key] = Config(**fields, watching=watching and Config(**watching))
+                found[key] = configured(fields)
     return found
+
+
+def configured(fields: Mapping[str, Any]) -> Config:
+    """A configuration from its fields, as TOML or JSON has them."""
+    watching = fields.get("watching")
+    return Config(**{**fields, "watching": watching and configured(watching)})
 
 
 @functools.cache

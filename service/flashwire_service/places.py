@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Place:
     heartbeat: Heartbeat | None = None
     ready_since: float | None = None
     ever_ready: bool = False
+    device: str = ""  # of the first that was ready: its successors have the same, or none
     stillborn: bool = False  # the last one died before it was ready
     hung: bool = False  # and so killed
     deaths: int = 0  # in a row
@@ -60,8 +62,9 @@ class Place:
             return f"not ready {START_LIMIT_S:.0f} s after its start"
         return None
 
-    def ready(self, now: float) -> None:
-        """Its child serves."""
+    def ready(self, now: float, device: str = "") -> None:
+        """Its child serves, on this device."""
+        self.device = self.device or device
         self.ready_since, self.ever_ready, self.changed = now, True, now
 
     def failed(self, now: float, code: int | None) -> float:
@@ -84,6 +87,8 @@ def _cause(code: int | None, *, was_ready: bool) -> str:
     """One of few words: how a process ended."""
     if code == DEVICE_LOST:
         return "device_lost"
+    if code == os.EX_CONFIG and not was_ready:
+        return "no_device"
     if code is not None and code < 0:
         try:
             return signal.Signals(-code).name

@@ -136,6 +136,8 @@ class Supervisor:
             settings = self._settings
             if place.role == "worker":  # it sees no key, nor needs one
                 settings = dataclasses.replace(settings, api_keys=Keyring())
+            if place.device:  # what was served by a GPU is not computed at a CPU's pace unasked
+                settings = dataclasses.replace(settings, device=place.device)
             if place.stillborn:  # warming up may be what killed it
                 settings = dataclasses.replace(settings, warmup="")
             page = place.heartbeat.memory.fd
@@ -200,7 +202,7 @@ class Supervisor:
             while (got := child.control.try_recv()) is not None:
                 frame = got[0]
                 if isinstance(frame, Ready):
-                    place.ready(time.monotonic())
+                    place.ready(time.monotonic(), str(frame.facts.get("device", "")))
                     self._log.info("ready", child=place.name, pid=child.pid, **frame.facts)
                 elif isinstance(frame, Suspect):
                     self._quarantine.died(frame.head, frame.digest)
@@ -209,7 +211,9 @@ class Supervisor:
                 elif isinstance(frame, Acquit):
                     self._quarantine.survived(frame.digest)
                 elif isinstance(frame, Failure):
-                    raise Fatal(os.EX_CONFIG, frame.detail)
+                    if not place.ever_ready:
+                        raise Fatal(os.EX_CONFIG, frame.detail)
+                    self._log.error("no device", child=place.name, why=frame.detail)
         except ChannelClosed:  # it is dying, and its death will be seen
             self._selector.unregister(child.control)
             child.control.close()

@@ -15,7 +15,8 @@ def main() -> int:
     adopted = adopt(sys.argv[1:])
     heartbeat = Heartbeat.receive(adopted.page)
     mode = os.environ.get("FLASHWIRE_STUB", "")
-    if mode == "no device":
+    device = adopted.settings.device
+    if mode == "no device" or (mode == "device vanishes" and device == "cuda:0"):
         adopted.control.send(Failure(id=0, code="no_device", detail="there is no such device"))
         return os.EX_CONFIG
     if mode == "crash":
@@ -26,7 +27,9 @@ def main() -> int:
         heartbeat.busy(time.monotonic() + 0.2)
     else:
         heartbeat.idle()
-    adopted.control.send(Ready(facts={"environment": os.environ["OMP_NUM_THREADS"]}))
+    adopted.control.send(
+        Ready(facts={"environment": os.environ["OMP_NUM_THREADS"], "device": "cuda:0"})
+    )
     fronts = []
     while True:
         try:

@@ -19,6 +19,7 @@ from flashwire_service import environment, keys, listening, places, supervisor
 from flashwire_service.settings import Settings
 
 HERE = Path(__file__).parent
+PATH = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
 SCRIPT = """
 import sys
 import os
@@ -41,7 +42,7 @@ class Service:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE), "FLASHWIRE_STUB": mode, **dict(environ)},
+            env={**os.environ, "PYTHONPATH": PATH, "FLASHWIRE_STUB": mode, **dict(environ)},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -276,7 +277,7 @@ def test_a_crash_loop_is_seen_by_every_front(start):
     ("code", "was_ready", "cause"),
     [(-9, False, "SIGKILL"), (-9, True, "SIGKILL"), (-40, True, "signal_40"), (74, False,
      "device_lost"), (74, True, "device_lost"), (1, False, "start"), (1, True, "exit_1"),
-     (0, True, "exit_0"), (None, False, "start")],
+     (0, True, "exit_0"), (None, False, "start"), (78, False, "no_device")],
 )  # fmt: skip
 def test_causes_are_few_words(code, was_ready, cause):
     place = places.Place("worker", 0)
@@ -352,6 +353,16 @@ def test_a_missing_device_ends_the_service_with_one_line(start):
     service.close()
     assert service.lines[-1] == "flashwire-serve: there is no such device\n"
     assert len([e for e in service.events if e["event"] == "started"]) == 2
+
+
+def test_a_device_that_vanishes_is_waited_for_and_never_replaced_by_the_cpu(start):
+    service = start("device vanishes", device="auto").ready()
+    os.kill(service.pid_of("worker-0"), signal.SIGKILL)
+    assert service.wait_for("died", "worker-0", count=3)["cause"] == "no_device"
+    assert service.wait_for("no device", "worker-0")["why"] == "there is no such device"
+    (place,) = wait_until(lambda: service.ask(b"state")["state"])
+    assert (place["ready"], place["cause"]) == (False, "no_device")
+    assert service.stop() == 0
 
 
 def test_a_worker_that_never_starts_ends_the_service(start):

@@ -86,11 +86,17 @@ async def main(chosen: argparse.Namespace) -> int:
 async def _press(
     service: Service, users: Users, disturbances: Disturbances, probes: Probes, seconds: float
 ) -> None:
-    """Disturbed traffic for so long, and then until all processes are there again."""
+    """Disturbed traffic for so long, and until each disturbance has been; then until all processes
+    are there again.
+    """
     disturbing, probing = (asyncio.create_task(side.run()) for side in (disturbances, probes))
     try:
-        await users.press(seconds)
+        users.go()
+        await users.watch(seconds)
+        while not (disturbances.all_done.is_set() or disturbing.done()):
+            await users.watch(0.1)
         disturbing.cancel()
+        await users.pause()
         await asyncio.to_thread(service.wait_whole)
         await asyncio.sleep(PROBED_S)
     finally:
@@ -174,7 +180,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of disturbed traffic")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="of disturbed traffic, at least"
+    )
     parser.add_argument("--users", type=int, default=16)
     parser.add_argument("--every", type=float, default=4.0, help="seconds between disturbances")
     parser.add_argument(

@@ -29,7 +29,7 @@ def main(chosen: argparse.Namespace) -> int:
     request = attention(*SIZE)
     alone: list[float] = []
     crowded: list[float] = []
-    with Service("--log-level", "warning") as service:
+    with Service() as service:
         service.wait_whole()
         where = service.host, service.port
         latencies(*where, request, 20, PAUSE_S)  # to warm up

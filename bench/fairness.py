@@ -32,7 +32,7 @@ def main(chosen: argparse.Namespace) -> int:
     alone: list[float] = []
     beside: list[float] = []
     keys = f"{FLOODING},{POLITE}"
-    with Service("--log-level", "warning", FLASHWIRE_API_KEYS=keys) as service:
+    with Service(FLASHWIRE_API_KEYS=keys) as service:
         service.wait_whole()
         where = service.host, service.port
         latencies(*where, request, 20, PAUSE_S)  # to warm up

@@ -30,7 +30,7 @@ MAX_BODY = 4 * 2**20
 RESIDUAL_TTL_S = 30.0
 FLAGS = (
     "--max-body-bytes", "4MiB", "--queue-bytes", "256MiB", "--max-materialise-bytes", "256MiB",
-    "--residual-ttl-s", str(RESIDUAL_TTL_S), "--log-level", "warning",
+    "--residual-ttl-s", str(RESIDUAL_TTL_S),
 )  # fmt: skip
 DEADLINE_S = 30.0
 QUIET_S = 1.0  # without traffic, before a look at what processes hold
@@ -53,11 +53,12 @@ async def main(chosen: argparse.Namespace) -> int:
         )  # fmt: skip
         looks = Looks(service)
         async with Users(target, chosen.users, PAUSE_S) as users, looks:
+            await users.cover(1)
             await users.press(chosen.warm)
             before = await _held(service)
-            began = time.monotonic()
+            began = looks.look()
             await users.press(max(1, chosen.seconds - chosen.warm))
-            ended = time.monotonic()
+            ended = looks.look()
             after = await _held(service)
         for event in service.events():
             if event["event"] in FAULTS:
@@ -91,17 +92,22 @@ class Looks:
         self._found: list[tuple[float, dict[str, Use]]] = []
 
     async def __aenter__(self) -> Looks:
-        self._task = asyncio.create_task(self._look())
+        self._task = asyncio.create_task(self._go_on())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
 
-    async def _look(self) -> None:
+    async def _go_on(self) -> None:
         while True:
-            held = processes.most(processes.family(self._service.pid))
-            self._found.append((time.monotonic(), held))
+            self.look()
             await asyncio.sleep(1)
+
+    def look(self) -> float:
+        """When it was, in time.monotonic()."""
+        now, held = time.monotonic(), processes.most(processes.family(self._service.pid))
+        self._found.append((now, held))
+        return now
 
     def medians(self, since: float, until: float) -> dict[str, float]:
         """Bytes by role."""

@@ -6,6 +6,7 @@ Nothing in the service helps: signals and resource limits are what any machine m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import resource
@@ -23,12 +24,16 @@ _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 _NOTED: dict[str, Kind] = {
     "worker killed": "worker lost", "worker stopped": "worker lost",
     "front killed": "front lost", "front stopped": "front stopped",
+    "worker short of memory": "short of memory",
+    "worker short of descriptors": "short of descriptors",
 }  # fmt: skip
-# Of a round; each round in another order.
+# Of a round; the first in this order, each further one in another. What takes longest comes first.
 _KINDS = (
-    "worker killed", "worker killed", "worker stopped", "front killed", "front stopped",
-    "worker short of memory", "worker short of descriptors",
+    "front stopped", "worker killed", "worker stopped", "front killed", "worker short of memory",
+    "worker short of descriptors",
 )  # fmt: skip
+_GONE = (FileNotFoundError, ProcessLookupError)
+_PATIENCE_S = 180.0  # for a process to be there
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,10 @@ class Done:
 
 
 class Disturbances:
-    """One about every `every` seconds, on a process drawn from those that are there."""
+    """One about every `every` seconds, on a process drawn from those that are there.
+
+    all_done   set once each kind has been done
+    """
 
     def __init__(self, service: Service, history: History, every: float, seed: int) -> None:
         self._service = service
@@ -55,43 +63,52 @@ class Disturbances:
         self._every = every
         self._random = random.Random(seed)
         self.done: list[Done] = []
+        self.all_done = asyncio.Event()
 
     async def run(self) -> None:
         """Until cancelled."""
+        order = list(_KINDS)
         while True:
-            for what in self._random.sample(_KINDS, len(_KINDS)):
+            for what in order:
                 await asyncio.sleep(self._every * self._random.uniform(0.5, 1.5))
-                await self._do(what)
+                while not await self._do(what, await self._victim(what)):
+                    pass
+            self.all_done.set()
+            self._random.shuffle(order)
 
-    async def _do(self, what: str) -> None:
+    async def _victim(self, what: str) -> int:
+        """Raises TimeoutError when there is none for too long."""
         role, _, how = what.partition(" ")
         # One that is stopped while it starts may take as long as a start may: minutes.
-        pids = (self._service.ready_pids if how == "stopped" else self._service.pids)(role)
-        if not pids:
-            return
-        pid = self._random.choice(pids)
-        if how == "short of memory":
-            self._note("short of memory", what, pid)
-            room = processes.address_space(pid) + _MEMORY_LEFT
-            await _limited(pid, resource.RLIMIT_AS, room)
-        elif how == "short of descriptors":
-            self._note("short of descriptors", what, pid)
-            await _limited(pid, resource.RLIMIT_NOFILE, 3)
-        else:
-            self._note(_NOTED[what], what, pid)
-            os.kill(pid, _SIGNALS[how])
+        find = self._service.ready_pids if how == "stopped" else self._service.pids
+        async with asyncio.timeout(_PATIENCE_S):
+            while not (pids := find(role)):
+                await asyncio.sleep(0.05)
+        return self._random.choice(pids)
 
-    def _note(self, kind: Kind, what: str, pid: int) -> None:
-        self._history.note(kind)
-        self.done.append(Done(what, pid, time.time(), time.monotonic()))
+    async def _do(self, what: str, pid: int) -> bool:
+        """False when the process has just ended by itself."""
+        how = what.partition(" ")[2]
+        done = Done(what, pid, time.time(), time.monotonic())
+        self._history.note(_NOTED[what])
+        try:
+            if how == "short of memory":
+                room = processes.address_space(pid) + _MEMORY_LEFT
+                await _limited(pid, resource.RLIMIT_AS, room)
+            elif how == "short of descriptors":
+                await _limited(pid, resource.RLIMIT_NOFILE, 3)
+            else:
+                os.kill(pid, _SIGNALS[how])
+        except _GONE:
+            return False
+        self.done.append(done)
+        return True
 
 
 async def _limited(pid: int, which: int, most: int) -> None:
     """A lower limit for a while; its process may not live to see the end of it."""
-    try:
-        soft, hard = resource.prlimit(pid, which)
-        resource.prlimit(pid, which, (most, hard))
-        await asyncio.sleep(_STARVED_S)
+    soft, hard = resource.prlimit(pid, which)
+    resource.prlimit(pid, which, (most, hard))
+    await asyncio.sleep(_STARVED_S)
+    with contextlib.suppress(ProcessLookupError):
         resource.prlimit(pid, which, (soft, hard))
-    except ProcessLookupError:
-        return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 _ROLES = {"flashwire_service.compute.worker": "worker", "flashwire_service.front.server": "front"}
 _LAZY_THREADS = 1 + min(32, (os.cpu_count() or 1) + 4)  # of asyncio.to_thread, and the main one
 _GONE = (FileNotFoundError, ProcessLookupError)
@@ -58,6 +59,12 @@ def use_of(pid: int) -> Use:
 def address_space(pid: int) -> int:
     """Bytes mapped: what RLIMIT_AS counts."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * _PAGE
+
+
+def cpu_seconds(pid: int) -> float:
+    """What all threads of a process have used of the processor."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def most(processes: list[Process]) -> dict[str, Use]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from typing import Any
 
 from load import processes
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _START_S = 180.0
 _END_S = 60.0
 
@@ -34,7 +37,7 @@ class Service:
         with self._stderr.open("wb") as stderr:
             self._popen = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment}, preexec_fn=_end_with_this_process,
             )  # fmt: skip
         assert self._popen.stdout is not None
         said = self._popen.stdout.readline()
@@ -115,6 +118,11 @@ class Service:
         if self._popen.stdout is not None:
             self._popen.stdout.close()
         self._directory.cleanup()
+
+
+def _end_with_this_process() -> None:
+    """In the child: SIGTERM when its parent is gone, be it by a SIGKILL."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Users:
     async def press(self, seconds: float) -> None:
         """Let them ask for so long, then pause."""
         self.go()
-        await self._failure_within(seconds)
+        await self.watch(seconds)
         await self.pause()
 
     async def cover(self, times: int) -> None:
@@ -48,11 +48,12 @@ class Users:
         while not all(user.idle for user in self._users):
             if time.monotonic() > end:
                 raise TimeoutError("users do not come to an end")
-            await self._failure_within(0.05)
+            await self.watch(0.05)
         for user in self._users:
             user.leave()
 
-    async def _failure_within(self, seconds: float) -> None:
+    async def watch(self, seconds: float) -> None:
+        """Wait so long; raises what one of them raises."""
         done, _ = await asyncio.wait(
             self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )

@@ -19,20 +19,17 @@ def run(script: str, *arguments: str) -> str:
 
 
 def test_chaos() -> None:
-    said = run("chaos.py", "--seconds", "9", "--every", "0.7", "--users", "6", "--cover", "1",
+    """Each disturbance at least once, however long that takes."""
+    said = run("chaos.py", "--seconds", "0", "--every", "0.3", "--users", "3", "--cover", "1",
                "--tolerance", "0.5")  # fmt: skip
     assert "0 wrong, 0 hung, 0 status 500" in said
-    for disturbance in (
-        "worker killed",
-        "worker stopped",
-        "front killed",
-        "worker short of memory",
-    ):
-        assert disturbance in said
+    for disturbance in ("front stopped", "front killed", "worker stopped", "worker killed",
+                        "worker short of memory", "worker short of descriptors"):  # fmt: skip
+        assert f"\n{disturbance}  " in said
 
 
 def test_soak() -> None:
     """Too short for memory to be judged closely; descriptors, threads and answers are."""
-    said = run("soak.py", "--seconds", "8", "--warm", "3", "--users", "6", "--tolerance", "0.5")
+    said = run("soak.py", "--seconds", "3", "--warm", "1", "--users", "3", "--tolerance", "0.5")
     assert "VIOLATION" not in said
     assert "by residual" in said

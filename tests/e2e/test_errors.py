@@ -89,13 +89,11 @@ def test_malformed_messages(server: Any, body: bytes, field: str | None) -> None
      {"0": 1}, None, [None], [[1]], [1] * 20, [0.5]],
 )  # fmt: skip
 def test_shapes_that_are_none_or_a_lie(server: Any, shape: Any) -> None:
-    started = time.monotonic()
     body = message(q=tensor(shape=shape, data=b"\0" * 24))
     problem(server.post("/attention", content=body), 400, "malformed", "q")
     if shape is not None:
         document = GOOD | {"q": {"dtype": "float32", "shape": shape, "data": [[1, 2, 3, 4]]}}
         problem(server.post("/attention", json=document), 400, "malformed", "q")
-    assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize(
@@ -338,11 +336,9 @@ def test_a_worker_without_descriptors(server: Any) -> None:
 
 
 def test_a_deadline_that_passes(server: Any) -> None:
-    started = time.monotonic()
     with server.client() as client, pytest.raises(errors.DeadlineExceeded) as caught:
         client.attention(SLOW, SLOW, SLOW, backend="reference", timeout=0.3)
     assert caught.value.status == 504
-    assert time.monotonic() - started < 3
 
 
 def test_more_memory_than_there_is(server: Any, narrow: Any) -> None:

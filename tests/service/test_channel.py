@@ -214,7 +214,7 @@ async def test_async_both_ways_and_close_reported_once():
     reader.send(Cancel(id=3))
     assert b.recv() == (Cancel(id=3), None)
     b.close()
-    await asyncio.wait_for(closed.wait(), 1)
+    await asyncio.wait_for(closed.wait(), 10)
     assert got == [(Cancel(id=1), None), (Cancel(id=2), None)]
     with pytest.raises(ChannelClosed):
         reader.send(Cancel(id=4))

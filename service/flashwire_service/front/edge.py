@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect
 from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.front import headers as reply_headers
 from flashwire_service.front import problems
+from flashwire_service.front.incoming import KEY as INCOMING
+from flashwire_service.front.incoming import Incoming
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.logs import Log
 
@@ -45,9 +47,19 @@ class _Exchange:
     origin: str | None  # an allowed one
     started: float
     body_read: bool  # all of it, or what is left is little enough to be skipped
+    incoming: Incoming | None = None  # a body that may come past `receive`
     received: int = 0
     sent: int = 0
     status: int = 0
+
+    @property
+    def all_received(self) -> int:
+        return self.received + (self.incoming.received if self.incoming else 0)
+
+    @property
+    def has_all(self) -> bool:
+        direct = self.incoming is not None and self.incoming.received == self.incoming.length
+        return self.body_read or direct
 
 
 class Edge:
@@ -69,6 +81,7 @@ class Edge:
             origin=self._allowed(headers.get("origin")),
             started=time.monotonic(),
             body_read=_is_skippable(headers),
+            incoming=scope.get(INCOMING),
         )
         scope.setdefault("state", {})["request_id"] = exchange.id
         receive, send = _counted(exchange, scope["scheme"] == "https", receive, send)
@@ -113,7 +126,7 @@ class Edge:
         route = getattr(scope.get("route"), "path", "unmatched")
         status = exchange.status or _CLIENT_LEFT
         self._metrics.answered(known_method(scope["method"]), route, status, seconds)
-        self._metrics.moved(exchange.received, exchange.sent)
+        self._metrics.moved(exchange.all_received, exchange.sent)
         log = self._log.debug if route in _QUIET else self._log.info
         log(
             "request",
@@ -122,7 +135,7 @@ class Edge:
             route=route,
             status=status,
             ms=round(seconds * 1000, 3),
-            received=exchange.received,
+            received=exchange.all_received,
             sent=exchange.sent,
         )
 
@@ -171,7 +184,7 @@ def _counted(
             headers["x-request-id"] = exchange.id
             for name, value in security.items():
                 headers.setdefault(name, value)
-            if not exchange.body_read:  # what is still coming must not be taken for a request
+            if not exchange.has_all:  # what is still coming must not be taken for a request
                 headers["connection"] = "close"
             if exchange.origin:
                 headers["access-control-allow-origin"] = exchange.origin

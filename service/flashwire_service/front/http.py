@@ -20,12 +20,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from flashwire_service.errors import Refusal
-from flashwire_service.front import headers, problems
+from flashwire_service.front import headers, incoming, problems
 
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
@@ -61,6 +62,7 @@ class Protocol(HttpToolsProtocol):
         self._body_complete = True
         self._lingering = False
         self._discarded = 0
+        self._passed_over = 0  # bytes of a body to come that nobody wants
         self._patience: asyncio.TimerHandle | None = None  # for the next head to be complete
         self._slow_reader: asyncio.TimerHandle | None = None  # for what was sent to be taken
         self._unused_since = self.loop.time()
@@ -95,6 +97,10 @@ class Protocol(HttpToolsProtocol):
             if self._discarded > LINGER_BYTES:
                 self.transport.abort()
             return
+        if self._passed_over:
+            data = self._without_unwanted(data)
+            if not data:
+                return
         began_in_head = self._in_head
         super().data_received(data)
         if began_in_head and self._in_head and not self.transport.is_closing():
@@ -123,10 +129,14 @@ class Protocol(HttpToolsProtocol):
         refusal = self._objection(upgrade)
         if refusal is not None:
             self.app = _answering(refusal, self._security)
+        scope, length = self.scope, dict(self.headers).get(b"content-length")
         try:
             super().on_headers_complete()
         finally:
             self.app = app
+        if refusal is None and length is not None:
+            body = incoming.Incoming(self, self.cycle, int(length))
+            scope[incoming.KEY] = body  # type: ignore[literal-required]
         if upgrade:  # ignored; but the parser takes what follows for another protocol
             self.cycle.keep_alive = False
 
@@ -137,6 +147,23 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._body_complete = not self.parser.should_upgrade()
         super().on_message_complete()
+
+    def body_came(self) -> None:
+        """All of a body has been read past the parser, which would still wait for it."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.on_message_complete()
+
+    def pass_over(self, nbytes: int) -> None:
+        """So many bytes of the body are still to come, and nobody wants them."""
+        self._passed_over = nbytes
+
+    def _without_unwanted(self, data: bytes) -> bytes:
+        unwanted = min(len(data), self._passed_over)
+        self._passed_over -= unwanted
+        if not self._passed_over:
+            self.body_came()
+        return data[unwanted:]
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(Refusal("malformed", "the bytes received are not an HTTP/1.1 request"))

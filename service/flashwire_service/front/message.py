@@ -7,6 +7,7 @@ from typing import Any
 
 from flashwire.wire import TensorRef
 from flashwire_kernels.types import TensorHeader
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.ipc.memory import Memory
 
 _JSON_NAMES = {
@@ -18,12 +19,17 @@ _QUOTE = 60
 
 @dataclass(slots=True)
 class Message:
-    """`tensors` are named by their place, dotted when nested; `body` holds `size` bytes."""
+    """`tensors` are named by their place, dotted when nested; `body` holds `size` bytes.
+
+    buffers   where its memory may go to be used again, once it is `finished`: nobody reads it then
+    """
 
     options: dict[str, Any]
     tensors: dict[str, TensorRef]
     body: bytes | Memory
     size: int
+    buffers: Buffers | None = None
+    finished: bool = False
 
     def headers(self, prefix: str = "") -> dict[str, TensorHeader]:
         """Headers of the tensors right under a dotted prefix, by their name under it."""
@@ -35,7 +41,11 @@ class Message:
 
     def close(self) -> None:
         """Give up the memory, if there is any."""
-        if isinstance(self.body, Memory):
+        if not isinstance(self.body, Memory):
+            return
+        if self.buffers is not None and self.finished:
+            self.buffers.give_back(self.body)
+        else:
             self.body.close()
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 
 from flashwire_service.ipc.memory import Memory
 
-_CHUNK = 256 * 1024
+_CHUNK = 2**20
 
 
 class MemoryResponse(Response):
@@ -32,13 +32,13 @@ class MemoryResponse(Response):
                     "headers": self.raw_headers,
                 }
             )
+            # Transports may hold pieces of it for longer than this: the mapping goes with the last.
             view = self._memory.view
             for start in range(0, self._size, _CHUNK):
                 end = min(start + _CHUNK, self._size)
-                # A copy: the transport may keep it for longer than the memory is ours.
-                chunk = bytes(view[start:end])
                 more = end < self._size
-                await send({"type": "http.response.body", "body": chunk, "more_body": more})
+                piece = view[start:end]
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
                 await asyncio.sleep(0)  # a fast reader must not keep the loop from others
         finally:
             self._memory.close()

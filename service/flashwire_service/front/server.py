@@ -57,6 +57,7 @@ class Server(uvicorn.Server):
         while True:
             self._heartbeat.idle()
             self.pool.sweep()
+            self._app.state.front.buffers.sweep()
             await asyncio.sleep(BEAT_S)
 
     def drain(self, grace: float) -> None:

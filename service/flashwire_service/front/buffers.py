@@ -43,11 +43,11 @@ class Buffers:
 
     def give_back(self, memory: Memory) -> None:
         """Nobody reads or writes it any more."""
-        while self._free and self.kept_bytes + memory.size > self._limit:
-            self._drop(self._free[0])
         if memory.size > self._limit:
             memory.close()
             return
+        while self.kept_bytes + memory.size > self._limit:
+            self._drop(self._free[0])
         self._free.append(_Free(memory, time.monotonic()))
         self.kept_bytes += memory.size
 

@@ -265,7 +265,11 @@ class Provoked:
     def __init__(self, server: Any) -> None:
         self.server = server
         self.texts: dict[str, str] = {}
-        self.http = httpx.Client(base_url=server.url, headers=bearer("key-of-bob"), timeout=60)
+        # No connection is kept: the server ends one that was idle for a second, maybe just then.
+        self.http = httpx.Client(
+            base_url=server.url, headers=bearer("key-of-bob"), timeout=60,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )  # fmt: skip
 
     def note(self, status: int, body: bytes, headers: str) -> str:
         document = json.loads(body)

@@ -30,12 +30,12 @@ FROM build AS build-cpu
 # Where pip finds torch without CUDA; empty takes the standard build, larger by gigabytes.
 ARG TORCH_INDEX_URL=""
 RUN pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -r torch.txt \
- && pip install -c constraints.txt ".[service]"
+ && pip install -c constraints.txt ".[service,otel]"
 COPY . .
 RUN pip install --no-deps --force-reinstall .
 
 FROM build AS build-gpu
-RUN pip install -c constraints.txt -r torch.txt ".[gpu]"
+RUN pip install -c constraints.txt -r torch.txt ".[gpu,otel]"
 COPY . .
 RUN pip install --no-deps --force-reinstall .
 

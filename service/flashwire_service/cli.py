@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from flashwire_service import settings
+from flashwire_service import settings, tracing
 
 # What a child imports and the base install lacks, by module: the name to install it by.
 _NEEDED = {
@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return os.EX_OSFILE
     if configured.device.startswith("cuda") and find_spec("triton") is None:
         _say(f"--device: {configured.device} needs triton: pip install 'flashwire[gpu]'")
+        return os.EX_OSFILE
+    if configured.traces and not tracing.installed():
+        _say("--traces: needs OpenTelemetry: pip install 'flashwire[otel]'")
         return os.EX_OSFILE
     _say(*(f"warning: {line}" for line in settings.warnings(configured, os.environ)))
     from flashwire_service.supervisor import run  # only once there is something to supervise

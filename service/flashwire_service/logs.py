@@ -1,22 +1,104 @@
-"""Log lines: one JSON object a line on stderr, written whole."""
+"""Log lines: one JSON object a line on stderr, written whole.
+
+Whoever reads stderr may stop: then a write to its full pipe blocks, and whoever writes would hang
+with it, an event loop or the supervisor. So lines wait for a thread that writes them. Those that
+find no room are dropped, counted, and told of by the next line that finds some. Standard library
+only.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import logging
 import os
+import threading
 import time
+from collections import deque
 from typing import Any
 
+from flashwire_service.meter import LOG_LINES_DROPPED, Meter
+
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_MOST_BYTES = 2**20  # of lines that wait
+_FLUSH_S = 0.5
+
+
+class Lines:
+    """Lines on their way to a descriptor. May be used from several threads."""
+
+    def __init__(self, fd: int, most_bytes: int = _MOST_BYTES) -> None:
+        self._fd = fd
+        self._most = most_bytes
+        self._lines: deque[bytes] = deque()
+        self._bytes = 0  # of those that wait, and of the one that is being written
+        self._changed = threading.Condition()
+        self._started = False
+
+    def put(self, line: bytes) -> bool:
+        """Have it written soon; false when there is no room for it. Never blocks."""
+        with self._changed:
+            if self._bytes + len(line) > self._most:
+                return False
+            self._lines.append(line)
+            self._bytes += len(line)
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._write, name="log", daemon=True).start()
+                atexit.register(self.flush)
+            self._changed.notify_all()
+        return True
+
+    def flush(self, timeout: float = _FLUSH_S) -> None:
+        """Wait until all is written, but no longer than so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._bytes, timeout)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                line = self._lines.popleft()
+            with contextlib.suppress(OSError):  # whoever read it is gone: that ends nothing else
+                os.write(self._fd, line)  # in one piece: lines of several processes do not mix
+            with self._changed:
+                self._bytes -= len(line)
+                self._changed.notify_all()
+
+
+_stderr = Lines(2)
+
+
+def say(line: str) -> None:
+    """A plain line on stderr, behind those of the log."""
+    _stderr.put(f"{line}\n".encode(errors="backslashreplace"))
+
+
+def flush() -> None:
+    """To be called before os._exit."""
+    _stderr.flush()
 
 
 class Log:
     """The log of one process. Never give it tensors, keys or bodies."""
 
-    def __init__(self, process: str, level: str = "info") -> None:
+    def __init__(self, process: str, level: str = "info", lines: Lines = _stderr) -> None:
         self._process = process
         self._threshold = _LEVELS[level]
+        self._lines = lines
+        self._dropped = 0  # since the last line that was not
+        self._meter: Meter | None = None
+
+    def count_on(self, meter: Meter) -> None:
+        """Count lines that are dropped."""
+        meter.add(LOG_LINES_DROPPED, 0)
+        self._meter = meter
+
+    def forward_logging(self) -> None:
+        """Take what libraries warn of through `logging` and `warnings`, without tracebacks."""
+        logging.getLogger().addHandler(_Forward(self))
+        logging.captureWarnings(True)
 
     def debug(self, event: str, **fields: Any) -> None:
         self._write("debug", event, fields)
@@ -33,11 +115,28 @@ class Log:
     def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
         if _LEVELS[level] < self._threshold:
             return
+        if self._dropped and self._put("warning", "lines dropped", {"lines": self._dropped}):
+            self._dropped = 0
+        if not self._put(level, event, fields):
+            self._dropped += 1
+            if self._meter is not None:
+                self._meter.add(LOG_LINES_DROPPED)
+
+    def _put(self, level: str, event: str, fields: dict[str, Any]) -> bool:
         now = time.time()
         stamp = (
             time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
         )
         line = {"time": stamp, "level": level, "process": self._process, "event": event, **fields}
-        with contextlib.suppress(OSError):  # whoever read the log is gone: that ends nothing else
-            # One write: lines of several processes do not mix.
-            os.write(2, (json.dumps(line, default=str) + "\n").encode())
+        return self._lines.put((json.dumps(line, default=str) + "\n").encode())
+
+
+class _Forward(logging.Handler):
+    """Warnings of libraries as lines of our log."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.warning("library", logger=record.name, message=record.getMessage())

@@ -22,8 +22,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashwire_service.ipc.board import Board
 from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
-from flashwire_service.ipc.frames import Frame, Listen, Start
+from flashwire_service.ipc.frames import Frame, Listen, Share, Start
 from flashwire_service.settings import Settings, secret_variables
 
 DEVICE_LOST = os.EX_IOERR  # exit code: the device failed, and a new process may find it well
@@ -41,10 +42,12 @@ class Child:
         module: str,
         index: int,
         settings: Settings,
-        fd: int,
+        page: int,
+        board: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `python -m module` and hand it fd. `environment` is added to this process's own,
+        """Start `python -m module` and hand it the descriptors of the page of its heartbeat and of
+        the board. `environment` is added to this process's own,
         without its secrets.
         """
         ours, theirs = socketpair()
@@ -52,7 +55,8 @@ class Child:
         self.started = time.monotonic()
         try:
             start = Start(index=index, parent=os.getpid(), settings=settings.to_bytes())
-            self.control.send(start, fd)
+            self.control.send(start, page)
+            self.control.send(Share(), board)
             self._popen = _spawn(
                 # -P: modules are not looked for in the working directory
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
@@ -128,12 +132,13 @@ class Adopted:
     index: int
     settings: Settings
     page: int
+    board: Board
 
     def listener(self) -> socket.socket:
         """The listening socket, which a front end is sent next."""
         frame, fd = self.control.recv(_START_TIMEOUT_S)
         if not isinstance(frame, Listen) or fd is None:
-            raise ValueError("the second frame of a front end must be Listen, with a descriptor")
+            raise ValueError("the third frame of a front end must be Listen, with a descriptor")
         return socket.socket(fileno=fd)
 
 
@@ -151,6 +156,11 @@ def adopt(arguments: Sequence[str]) -> Adopted:
         raise ValueError("the first frame of a child must be Start, with a descriptor")
     if os.getppid() != start.parent:  # it died before prctl could tell
         sys.exit(os.EX_UNAVAILABLE)
+    settings = Settings.from_bytes(start.settings)
+    share, shared = control.recv(_START_TIMEOUT_S)
+    if not isinstance(share, Share) or shared is None:
+        raise ValueError("the second frame of a child must be Share, with a descriptor")
+    board = Board.receive(shared, settings.frontends, settings.workers)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiting request may hold one
-    return Adopted(control, start.index, Settings.from_bytes(start.settings), fd)
+    return Adopted(control, start.index, settings, fd, board)

@@ -64,6 +64,11 @@ class Quarantine:
         return self._deaths(self._entries.get(digest)) >= DEATHS
 
     @property
+    def refused(self) -> int:
+        """How many requests are to be computed no more, for now."""
+        return sum(entry.deaths >= DEATHS for entry in self.entries)
+
+    @property
     def empty(self) -> bool:
         return not self._entries
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgpack
 
-from flashwire_service import kernel_cache, keys, parse, tls
+from flashwire_service import kernel_cache, keys, parse, tls, tracing
 from flashwire_service import warmup as warmups
 from flashwire_service.keys import Keyring, KeysError
 
@@ -210,6 +210,10 @@ class Settings:
     cors_origins: tuple[str, ...] = _setting(
         (), _origins, "web origins that browsers may call from, separated by commas", "ORIGINS"
     )
+    traces: bool = _setting(
+        False, parse.flag,
+        "send a trace of each request to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names",
+    )  # fmt: skip
     log_level: str = _setting(
         "info",
         parse.choice("debug", "info", "warning", "error"),
@@ -298,6 +302,8 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     for involved, line in _contradictions(settings):
         if involved.isdisjoint(mistakes):
             lines.append(line)
+    if settings.traces:
+        lines += tracing.mistakes(environ)
     lines += [*_unknown(environ), *([_service_links_line(links)] if links else [])]
     if lines:
         raise SettingsError(lines)

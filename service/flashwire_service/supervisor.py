@@ -12,12 +12,14 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 
+from flashwire_service import logs, meter
 from flashwire_service.environment import FRONT_ENVIRONMENT, worker_environment
+from flashwire_service.ipc import board
+from flashwire_service.ipc.board import Board
 from flashwire_service.ipc.channel import ChannelClosed, socketpair
 from flashwire_service.ipc.frames import (
     Acquit,
@@ -31,9 +33,11 @@ from flashwire_service.ipc.frames import (
     Suspect,
 )
 from flashwire_service.ipc.heartbeat import IDLE_LIMIT_S, Heartbeat
+from flashwire_service.ipc.memory import Memory
 from flashwire_service.keys import Keyring, KeysError
 from flashwire_service.listening import Fatal, listen, url
 from flashwire_service.logs import Log
+from flashwire_service.meter import Meter
 from flashwire_service.places import Place
 from flashwire_service.process import Child
 from flashwire_service.quarantine import Quarantine
@@ -45,6 +49,7 @@ LOOK_S = 0.25  # how often children are judged
 LATE_S = 1.0  # a look so long after the one before says more about the judge
 GIVE_UP = 5  # deaths in a row, none of them ever ready
 END_S = 2.0  # from being told to end to SIGKILL
+ALWAYS_SHOWN = ("SIGKILL", "SIGSEGV", "hung", "device_lost", "start")  # causes, also if never seen
 FORCED = 128  # + the signal's number
 
 
@@ -63,7 +68,7 @@ def run(settings: Settings) -> int:
             print(f"flashwire: listening on {address}", flush=True)
             return Supervisor(settings, listener, signals).run()
     except Fatal as e:
-        print(f"flashwire-serve: {e}", file=sys.stderr, flush=True)
+        logs.say(f"flashwire-serve: {e}")
         return e.code
 
 
@@ -97,7 +102,13 @@ class Supervisor:
         self._selector.register(signals, selectors.EVENT_READ)
         self._workers = [Place("worker", i) for i in range(settings.workers)]
         self._fronts = [Place("front", i) for i in range(settings.frontends)]
-        self._restarts: Counter[str] = Counter()  # of workers, by cause
+        processes = settings.frontends, settings.workers
+        self._board_memory = Memory.create(board.size_of(*processes))
+        self._board = Board(self._board_memory.view, *processes)
+        self._meter = Meter(self._board.regions["supervisor"])
+        self._log.count_on(self._meter)
+        for cause in ALWAYS_SHOWN:
+            self._meter.add(meter.WORKER_RESTARTS, 0, cause)
         self._quarantine = Quarantine(settings.quarantine_s)
         self._told = State()  # what every front end knows
         self._stopping = False
@@ -106,6 +117,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Until told to stop, then drain. Returns the exit code; raises Fatal. Leaves no child."""
+        own = self._settings
+        self._log.info(
+            "starting", version=version("flashwire"), pid=os.getpid(),
+            device=own.device, workers=own.workers, frontends=own.frontends,
+        )  # fmt: skip
         try:
             while not self._stopping:
                 self._fill_places(time.monotonic())
@@ -116,6 +132,7 @@ class Supervisor:
         finally:
             self._kill_all()
             self._selector.close()
+            self._board_memory.close()
 
     # Births
 
@@ -141,7 +158,8 @@ class Supervisor:
             if place.stillborn:  # warming up may be what killed it
                 settings = dataclasses.replace(settings, warmup="")
             page = place.heartbeat.memory.fd
-            child = Child(module, place.index, settings, page, environment)
+            board_fd = self._board_memory.fd
+            child = Child(module, place.index, settings, page, board_fd, environment)
         except OSError as e:  # no process, memory or descriptor to be had, for now
             self._failed(place, None, time.monotonic(), reason=f"cannot be started: {e.strerror}")
             return
@@ -189,6 +207,7 @@ class Supervisor:
             self._log.info("keys read", names=[key.name for key in ring])
         except KeysError as e:
             self._log.error("keys not read, those before hold", mistakes=e.mistakes)
+            self._meter.add(meter.RELOAD_FAILURES, 1, "keys")
         self._settings = dataclasses.replace(self._settings, api_keys=ring)
         for place in self._fronts:
             if place.child is not None:
@@ -220,9 +239,9 @@ class Supervisor:
 
     def _tell_fronts(self) -> None:
         """What has changed since they were last told."""
+        self._meter.set(meter.QUARANTINED, self._quarantine.refused)
         state = State(
             workers=tuple(place.state for place in self._workers),
-            restarts=dict(self._restarts),
             suspects=self._quarantine.entries,
         )
         if state == self._told:
@@ -259,8 +278,8 @@ class Supervisor:
         self._forget(place)
         if self._stopping:
             return
-        if place.role == "worker":
-            self._restarts[place.cause] += 1
+        restarts = {"worker": meter.WORKER_RESTARTS, "front": meter.FRONTEND_RESTARTS}
+        self._meter.add(restarts[place.role], 1, place.cause)
         self._log.warning(
             "died",
             child=place.name,
@@ -276,6 +295,7 @@ class Supervisor:
 
     def _forget(self, place: Place) -> None:
         child, place.child, place.ready_since = place.child, None, None
+        meter.leave(self._board.regions[place.name])
         if child is not None and not child.control.closed:
             self._selector.unregister(child.control)
             child.control.close()

@@ -87,9 +87,9 @@ class TestImage:
 
     def test_its_extra_exists(self, target: str) -> None:
         runs = " ".join(STAGES[f"build-{target}"].all("RUN"))
-        extras = re.findall(r'"\.\[(\w+)\]"', runs)
-        assert extras == [{"cpu": "service", "gpu": "gpu"}[target]]
-        assert set(extras) <= set(PROJECT["optional-dependencies"])
+        extras = re.findall(r'"\.\[([\w,]+)\]"', runs)
+        assert extras == [{"cpu": "service,otel", "gpu": "gpu,otel"}[target]]
+        assert set(extras[0].split(",")) <= set(PROJECT["optional-dependencies"])
 
 
 def test_the_context_holds_what_the_build_needs() -> None:

@@ -175,6 +175,12 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture(scope="session")
+def start_in() -> Callable[..., Server]:
+    """start_in(directory, *flags): a server that its caller stops."""
+    return start
+
+
+@pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[Client]:
     with server.client() as connected:
         yield connected

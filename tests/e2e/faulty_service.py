@@ -5,6 +5,6 @@ import sys
 
 from flashwire_service import cli, supervisor
 
-os.environ["PYTHONPATH"] = os.path.dirname(__file__)
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
 supervisor.WORKER = "faulty_worker"
 sys.exit(cli.main(sys.argv[1:]))

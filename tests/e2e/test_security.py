@@ -396,7 +396,7 @@ def test_no_failure_tells_what_is_not_its_callers(
     assert set(bob.texts) == set(ROWS)
     for code, text in bob.texts.items():
         assert not LEAKS.search(text), (code, text)
-    assert "secret-of-alice" not in server.log.replace('"id": "secret-of-alice"', "")
+    assert "secret-of-alice" not in server.log.replace('"request_id": "secret-of-alice"', "")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import time
 from flashwire_service.ipc.channel import Channel, ChannelClosed
 from flashwire_service.ipc.frames import Attach, Drain, Hello, Ready, State
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
+from flashwire_service.meter import WORKER_RESTARTS
 from flashwire_service.process import adopt
 
 
@@ -23,6 +24,7 @@ class Front:
     def __init__(self) -> None:
         adopted = adopt(sys.argv[1:])
         self.control = adopted.control
+        self.board = adopted.board
         self.listener = adopted.listener()
         self.heartbeat = Heartbeat.receive(adopted.page)
         self.state = State()
@@ -48,6 +50,12 @@ class Front:
         if isinstance(frame, Hello):
             self.workers[index] = (channel, frame.pid)
 
+    @property
+    def restarts(self) -> dict[str, float]:
+        """By cause, of workers."""
+        rows = self.board.regions["supervisor"].rows()
+        return {key[1]: n[0] for key, n in rows if key[0] == WORKER_RESTARTS.name and n[0]}
+
     def answer(self) -> None:
         try:
             connection, _ = self.listener.accept()
@@ -59,7 +67,7 @@ class Front:
                 time.sleep(1)
             if word == b"state":
                 workers = [dataclasses.asdict(worker) for worker in self.state.workers]
-                answer = {"restarts": self.state.restarts, "state": workers}
+                answer = {"restarts": self.restarts, "state": workers}
             else:
                 workers = [pid for _, pid in self.workers.values() if pid]
                 answer = {"pid": os.getpid(), "workers": workers}

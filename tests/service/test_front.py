@@ -333,14 +333,6 @@ async def test_why_it_is_not_ready(client: httpx.AsyncClient, pool: FakePool) ->
     assert "not yet connected" in reasons[0]
 
 
-async def test_restarts_are_counted_by_cause(client: httpx.AsyncClient, pool: FakePool) -> None:
-    pool.state = State(restarts={"hung": 2, "SIGKILL": 5})
-    text = (await client.get("/metrics")).text
-    assert "# TYPE flashwire_worker_restarts_total counter" in text
-    assert 'flashwire_worker_restarts_total{cause="hung"} 2.0' in text
-    assert 'flashwire_worker_restarts_total{cause="SIGKILL"} 5.0' in text
-
-
 async def test_what_a_worker_refuses_is_passed_on(
     client: httpx.AsyncClient, pool: FakePool
 ) -> None:
@@ -549,7 +541,9 @@ async def test_metrics_count_routes_not_paths(client: httpx.AsyncClient, pool: F
     text = (await client.get("/metrics")).text
     count = "http_server_request_duration_seconds_count"
     for route, status in (("/attention", 200), ("/attention", 422)):
-        labels = f'http_request_method="POST",http_response_status_code="{status}"'
+        error = "invalid" if status == 422 else ""
+        labels = f'error_type="{error}",http_request_method="POST"'
+        labels += f',http_response_status_code="{status}"'
         assert f'{count}{{{labels},http_route="{route}"}} 1.0' in text
     assert 'http_route="unmatched"' in text
     assert "/nothing" not in text

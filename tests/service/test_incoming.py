@@ -26,6 +26,7 @@ from flashwire_service.front.pool import Answer, Work
 from flashwire_service.ipc.frames import Reply, State
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.logs import Log
+from flashwire_service.meter import IN_FLIGHT
 from flashwire_service.settings import Settings
 from flashwire_service.tls import Certificate
 
@@ -284,7 +285,7 @@ def test_memory_that_a_worker_may_still_read_is_not_used_again(serve: Any) -> No
     sock.sendall(post(message(9)))
     until(lambda: served.pool.inodes)
     sock.close()  # while it is being computed
-    until(lambda: not served.app.state.front.metrics.in_flight._value.get())
+    until(lambda: not served.app.state.front.metrics.meter.value(IN_FLIGHT))
     served.loop.call_soon_threadsafe(served.pool.holding.set)
     other = served.connect()
     other.sendall(post(message(10)))

@@ -15,6 +15,7 @@ import torch
 from flashwire import wire
 from flashwire_kernels import api
 from flashwire_kernels.types import AttentionSpec
+from flashwire_service import logs
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import replies
 from flashwire_service.compute.arrays import NAMES, bytes_of, tensor_at
@@ -107,10 +108,8 @@ def json_of(answer):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_attention_is_what_the_kernels_say_bit_for_bit(jobs, dtype, memory):
     x = qkv(1, 2, 5, 8, dtype=dtype)
-    answer = jobs.run(
-        ticket("attention", {"causal": True, "return_lse": True}, x, memory=memory), queue_depth=3
-    )
-    assert (answer.frame.id, answer.frame.queue_depth) == (7, 3)
+    answer = jobs.run(ticket("attention", {"causal": True, "return_lse": True}, x, memory=memory))
+    assert answer.frame.id == 7
     values, tensors = reply_of(answer)
     want = api.forward(**x, spec=AttentionSpec(causal=True))
     assert torch.equal(tensors["out"], want.out)
@@ -200,7 +199,7 @@ def test_backward_by_residual_equals_backward_of_everything(jobs):
 def test_a_residual_serves_until_it_is_released(jobs):
     asked = {"save_for_backward": True}
     answer = jobs.run(ticket("attention", asked, qkv(1, 1, 4, 8), owner="me"))
-    assert answer.frame.residual_bytes == 4 * (4 * 4 * 8 + 4) + OWN_BYTES
+    assert jobs._residuals.held_bytes == 4 * (4 * 4 * 8 + 4) + OWN_BYTES
     residual = reply_of(answer)[0]["residual"]
     dout = {"dout": randn(1, 1, 4, 8)}
 
@@ -218,7 +217,7 @@ def test_the_release_route(jobs):
     residual = {"residual": reply_of(answer)[0]["residual"]}
     freed = jobs.run(ticket("release", residual))
     assert isinstance(freed.frame, Reply)
-    assert freed.frame.residual_bytes == 0
+    assert jobs._residuals.held_bytes == 0
     assert failure_of(jobs.run(ticket("release", residual))).code == "gone"
 
 
@@ -319,8 +318,8 @@ def test_an_answer_that_nobody_waits_for_leaves_no_residual(jobs):
     abandoned = ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8))
     answer = jobs.run(abandoned)
     jobs.discard(abandoned, answer)
-    after = jobs.run(ticket("attention", {}, qkv(1, 1, 4, 8)))
-    assert after.frame.residual_bytes == 0
+    jobs.run(ticket("attention", {}, qkv(1, 1, 4, 8)))
+    assert jobs._residuals.held_bytes == 0
 
 
 def test_the_requests_memory_goes_with_the_request(jobs):
@@ -431,6 +430,7 @@ def test_foreign_errors_are_mapped_without_their_text(jobs, monkeypatch, capfd, 
     failure = failure_of(jobs.run(ticket("attention", {}, qkv(2, 8))))
     assert failure.code == code
     assert not any(word in failure.detail for word in ("/", ".py", ".cpp", "secret"))
+    logs.flush()
     logged = capfd.readouterr().err
     assert ("secret at" in logged) == (code == "internal")
 
@@ -460,6 +460,7 @@ def test_a_lost_device_is_no_answer(jobs, monkeypatch, capfd, error):
     monkeypatch.setattr(api, "forward", fail)
     with pytest.raises(DeviceLost):
         jobs.run(ticket("attention", {}, qkv(2, 8)))
+    logs.flush()
     assert "job failed" in capfd.readouterr().err
 
 
@@ -482,7 +483,7 @@ def test_a_launch_that_fails_late_is_no_reply_and_keeps_nothing(jobs, monkeypatc
     monkeypatch.setattr(devices, "synchronize", fail)
     saving = ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8))
     assert failure_of(jobs.run(saving)).code == "not_enough_memory"
-    assert jobs.run(ticket("attention", {}, qkv(1, 1, 4, 8))).frame.residual_bytes == 0
+    assert jobs._residuals.held_bytes == 0
 
 
 @pytest.mark.parametrize(

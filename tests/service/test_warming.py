@@ -20,7 +20,7 @@ from flashwire_kernels.fused.call import Call
 from flashwire_kernels.tensors import Wanted
 from flashwire_kernels.types import AttentionSpec, TensorHeader
 from flashwire_kernels.validation import resolve
-from flashwire_service import warmup
+from flashwire_service import logs, warmup
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import warming
 from flashwire_service.logs import Log
@@ -163,6 +163,7 @@ def test_a_proof_runs_every_kernel_that_requests_run(compiled):
 
 
 def events(capfd):
+    logs.flush()
     return [json.loads(line) for line in capfd.readouterr().err.splitlines()]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashwire_service.environment import worker_environment
+from flashwire_service.ipc.board import size_of
 from flashwire_service.ipc.channel import Channel, ChannelClosed, socketpair
 from flashwire_service.ipc.frames import (
     Attach,
@@ -22,6 +23,7 @@ from flashwire_service.ipc.frames import (
     TensorSlot,
 )
 from flashwire_service.ipc.heartbeat import Heartbeat
+from flashwire_service.ipc.memory import Memory
 from flashwire_service.process import DEVICE_LOST, Child
 from flashwire_service.settings import Settings
 from flashwire_service.supervisor import WORKER
@@ -36,8 +38,9 @@ class Worker:
         self.heartbeat = Heartbeat.create()
         paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
         environment = {**worker_environment(configured), "PYTHONPATH": paths}
-        fd = self.heartbeat.memory.fd
-        self.child = Child(module, 0, configured, fd, environment)
+        self.board = Memory.create(size_of(configured.frontends, configured.workers))
+        page, board = self.heartbeat.memory.fd, self.board.fd
+        self.child = Child(module, 0, configured, page, board, environment)
 
     def attach(self, peer: int = 0) -> Channel:
         ours, theirs = socketpair()
@@ -50,6 +53,7 @@ class Worker:
         assert self.child.join(PATIENCE_S)
         self.child.terminate()
         self.heartbeat.close()
+        self.board.close()
 
 
 @pytest.fixture

@@ -166,6 +166,13 @@ def release_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def allocated_bytes(device: torch.device) -> tuple[int, int] | None:
+    """What torch has given out of a GPU's memory, and the most it ever had; None for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return None
+
+
 def available_bytes(device: torch.device) -> int:
     """Memory that a request may still take on the device."""
     if device.type == "cuda":

@@ -30,6 +30,7 @@ class Intake:
     max_requests, max_bytes   how many may wait, and the bytes of their bodies
     max_device_bytes          the device memory that they are estimated to need, one after the other
     chance                    a random number of [0, 1)
+    watch                     is told what waits, on every change
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Intake:
         max_device_bytes: int = sys.maxsize,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
+        watch: Callable[[Load], None] = lambda load: None,
     ) -> None:
         self._limit = Load(max_requests, max_bytes, max_device_bytes)
         self._clock = clock
         self._chance = chance
+        self._watch = watch
         self._changed = threading.Condition()
         self._lines = Lines(self._limit)
         self._mean_s = _FIRST_GUESS_S
@@ -69,6 +72,7 @@ class Intake:
             if leaving:
                 self._drop(lambda waiting: waiting in leaving)
             self._lines.add(ticket)
+            self._watch(self._lines.load)
             self._changed.notify()
             return refused
 
@@ -89,6 +93,7 @@ class Intake:
             if not self.depth and not self._closed:
                 self._changed.wait(timeout)
             while (ticket := self._lines.next()) is not None:
+                self._watch(self._lines.load)
                 if not self._late(ticket):
                     return ticket
                 self._lines.finish(0.0)
@@ -156,3 +161,4 @@ class Intake:
         """Free the waiting jobs of a kind. With the lock held."""
         for ticket in self._lines.remove(which):
             ticket.free()
+        self._watch(self._lines.load)

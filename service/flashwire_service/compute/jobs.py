@@ -15,6 +15,7 @@ from flashwire_kernels.check import check
 from flashwire_kernels.errors import InvalidAttention, Violation
 from flashwire_kernels.tensors import Backward, Forward, Skipped, Wanted
 from flashwire_kernels.types import AttentionSpec
+from flashwire_service import meter as meters
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import replies
 from flashwire_service.compute.arrays import tensor_at
@@ -30,6 +31,7 @@ from flashwire_service.compute.room import Room, forward_bytes, total_bytes
 from flashwire_service.ipc.frames import Failure, Job, Reply
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.logs import Log
+from flashwire_service.meter import Meter
 from flashwire_service.settings import Settings
 
 _OF_BACKWARD = ("dout", "dlse", "out", "lse")
@@ -69,9 +71,18 @@ class Outcome:
 class Jobs:
     """Computes jobs on one device, one at a time, and holds the residuals."""
 
-    def __init__(self, device: torch.device, settings: Settings, worker: int, log: Log) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        settings: Settings,
+        worker: int,
+        log: Log,
+        meter: Meter | None = None,
+    ) -> None:
         self._device = device
         self._log = log
+        self._meter = meter or Meter()
+        self._worker = str(worker)
         self._residuals = Residuals(
             signing_key=settings.signing_key,
             worker=worker,
@@ -89,27 +100,38 @@ class Jobs:
         if answer.residual is not None:
             self._residuals.release(answer.residual, ticket.job.owner)
 
-    def run(self, ticket: Ticket, queue_depth: int = 0) -> Answer:
+    def measure(self) -> None:
+        """Show what is held, and the memory of a GPU."""
+        held = self._residuals
+        self._meter.set(meters.RESIDUALS, len(held), self._worker)
+        self._meter.set(meters.RESIDUAL_BYTES, held.held_bytes, self._worker)
+        if (memory := devices.allocated_bytes(self._device)) is not None:
+            now, peak = memory
+            self._meter.set(meters.DEVICE_MEMORY, now, self._worker)
+            self._meter.set(meters.DEVICE_MEMORY_PEAK, peak, self._worker)
+
+    def run(self, ticket: Ticket) -> Answer:
         """Compute a job. What goes wrong is an answer too, but for a device that can compute no
         other job: raises DeviceLost.
         """
         try:
-            return self._computed(ticket, queue_depth)
+            return self._computed(ticket)
         except Exception as e:
             failure, ran_out = self._failure(ticket.job, e), is_out_of_memory(e)
         if ran_out:  # only here, with the traceback, does the job let go of its tensors
             devices.release_cached(self._device)
         return Answer(failure)
 
-    def _computed(self, ticket: Ticket, queue_depth: int) -> Answer:
+    def _computed(self, ticket: Ticket) -> Answer:
         job, started = ticket.job, time.monotonic()
         self._room.require_inputs(job)
         body = ticket.memory.view if ticket.memory else bytearray(job.body or b"")
         tensors = {
             name: tensor_at(body, slot).to(self._device) for name, slot in job.tensors.items()
         }
+        self._meter.observe(meters.TRANSFER, time.monotonic() - started, "in")
         outcome = _ROUTES[job.route](self, job, tensors)
-        return self._reply(job, outcome, started, queue_depth)
+        return self._reply(job, outcome, started)
 
     # Routes
 
@@ -197,7 +219,7 @@ class Jobs:
 
     # What routes share
 
-    def _reply(self, job: Job, outcome: Outcome, started: float, queue_depth: int) -> Answer:
+    def _reply(self, job: Job, outcome: Outcome, started: float) -> Answer:
         try:
             devices.synchronize(self._device)  # launches fail when they run, not when they are made
             now = time.monotonic()
@@ -208,21 +230,24 @@ class Jobs:
                 timings = {"queue": queue_ms, "compute": compute_ms, "total": total_ms}
                 values["meta"] = {**outcome.meta, "timings_ms": timings}
             body = replies.encode(job.accept, values, outcome.tensors)
+            self._meter.observe(meters.TRANSFER, time.monotonic() - now, "out")
         except BaseException:
             if outcome.residual is not None:
                 self._residuals.release(outcome.residual, job.owner)
             raise
         if outcome.used is not None:
             self._residuals.release(outcome.used, job.owner)
+        backend = outcome.meta["backend"] if outcome.meta else ""
+        self._meter.observe(meters.QUEUE_WAIT, queue_ms / 1000)
+        self._meter.observe(meters.COMPUTE, compute_ms / 1000, job.route, backend)
         frame = Reply(
             id=job.id,
             size=body.size,
             body=body.inline,
-            backend=outcome.meta["backend"] if outcome.meta else "",
+            backend=backend,
             queue_ms=queue_ms,
             compute_ms=compute_ms,
-            residual_bytes=self._residuals.held_bytes,
-            queue_depth=queue_depth,
+            started=started,
         )
         return Answer(frame, body.memory, outcome.residual)
 

@@ -12,14 +12,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from flashwire_service import logs
+from flashwire_service import meter as meters
 from flashwire_service.compute.intake import Intake
+from flashwire_service.compute.lines import Load
 from flashwire_service.compute.links import Links
 from flashwire_service.ipc.frames import Failure, Hello, Ready
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.logs import Log
+from flashwire_service.meter import Meter
 from flashwire_service.process import DEVICE_LOST, Adopted, adopt
 from flashwire_service.settings import Settings
 
@@ -39,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     adopted = adopt(arguments)
     log = Log(f"worker-{adopted.index}", adopted.settings.log_level)
+    meter = Meter(adopted.board.regions[f"worker-{adopted.index}"])
+    log.count_on(meter)
+    log.forward_logging()
     page = os.dup(adopted.page)
     heartbeat = Heartbeat.receive(adopted.page)
     if adopted.settings.triton_cache_dir:
@@ -57,9 +64,12 @@ def main(arguments: Sequence[str]) -> int:
     from flashwire_service.compute.proving import Proving
 
     proving = Proving(chosen, adopted.settings.prove_s, heartbeat, log)
-    jobs = Jobs(chosen, adopted.settings, adopted.index, log)
+    jobs = Jobs(chosen, adopted.settings, adopted.index, log, meter)
     own = adopted.settings
-    intake = Intake(own.queue_requests, own.queue_bytes, own.queue_device_bytes)
+    intake = Intake(
+        own.queue_requests, own.queue_bytes, own.queue_device_bytes,
+        watch=_queue_gauges(meter, str(adopted.index)),
+    )  # fmt: skip
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
     links = Links(adopted.control, intake, hello, page)
     heartbeat.idle()
@@ -93,8 +103,23 @@ def _prepare(
     return facts
 
 
+def _queue_gauges(meter: Meter, worker: str) -> Callable[[Load], None]:
+    """What shows the load of a worker's queue. The rows are there from now on: the compute loop
+    and the intake thread write them.
+    """
+
+    def show(load: Load) -> None:
+        meter.set(meters.QUEUE_REQUESTS, load.requests, worker)
+        meter.set(meters.QUEUE_BYTES, load.nbytes, worker)
+        meter.set(meters.QUEUE_DEVICE_BYTES, load.memory, worker)
+
+    show(Load())
+    return show
+
+
 def _end(code: int) -> NoReturn:
     """At once: what is left of a broken device may never come down."""
+    logs.flush()
     os._exit(code)
 
 
@@ -106,6 +131,7 @@ def _link(links: Links, log: Log) -> None:
     except Exception as e:
         log.error("intake failed", error=repr(e))
         code = os.EX_SOFTWARE
+    logs.flush()
     os._exit(code)
 
 
@@ -124,6 +150,7 @@ def _compute(
     while not intake.exhausted:
         heartbeat.idle()
         jobs.sweep()
+        jobs.measure()
         ticket = intake.take(BEAT_S)
         started = time.monotonic()
         try:
@@ -131,7 +158,7 @@ def _compute(
                 proving.turn()
                 continue
             heartbeat.busy(started + busy_limit, ticket.job.id)
-            answer = jobs.run(ticket, queue_depth=intake.depth)
+            answer = jobs.run(ticket)
         except DeviceLost:  # whoever waits for this worker learns it from the end of the socket
             _end(DEVICE_LOST)
         intake.finish(ticket, time.monotonic() - started)

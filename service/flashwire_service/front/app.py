@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable
 from contextlib import closing
 from importlib.metadata import version
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgpack
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from flashwire import wire
 from flashwire_kernels.validation import Problem
-from flashwire_service import residual_id
+from flashwire_service import meter, residual_id
 from flashwire_service.errors import Refusal
 from flashwire_service.front import (
     access,
@@ -44,6 +44,9 @@ from flashwire_service.keys import RIGHTS
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
 
+if TYPE_CHECKING:
+    from flashwire_service.front.traces import Traces
+
 _TIMEOUT_HEADER = "Flashwire-Timeout-Ms"
 _BODY_ERRORS = (400, 401, 403, 408, 413, 415, 422, 429, 500, 503, 504, 507)
 _DESCRIPTION = (
@@ -64,6 +67,8 @@ class Front:
         self.metrics = counted
         self.uploads = Uploads(settings.upload_bytes)
         self.buffers = Buffers(settings.reuse_bytes)
+        counted.watch(meter.UPLOADS, lambda: self.uploads.bodies)
+        counted.watch(meter.UPLOAD_BYTES, lambda: self.uploads.held_bytes)
 
     async def read(self, request: Request, caller: Caller, schema: wire.Schema) -> Message:
         """The message in a request's body, or what body.read raises. The caller closes it."""
@@ -104,7 +109,7 @@ class Front:
         answer = await _while_connected(request, self.pool.run(work, worker))
         if message is not None:
             message.finished = True  # what was given up, a worker may still read
-        self.metrics.computed(answer.worker, answer.reply)
+        request.state.answer = answer
         return answer
 
     def worker_of_residual(self, text: str, caller: Caller) -> int:
@@ -115,10 +120,16 @@ class Front:
         return worker
 
 
-def create_app(settings: Settings, pool: Workers, log: Log | None = None) -> FastAPI:
-    """The HTTP application over a pool of workers."""
+def create_app(
+    settings: Settings,
+    pool: Workers,
+    log: Log | None = None,
+    counted: metrics.Metrics | None = None,
+    traces: Traces | None = None,
+) -> FastAPI:
+    """The HTTP application over a pool of workers. It makes traces where there are `traces`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    front = Front(settings, pool, metrics.Metrics())
+    front = Front(settings, pool, counted or metrics.Metrics(settings))
     app.state.front = front
     app.state.access = access.Access(settings)
     problems.install(app)
@@ -127,7 +138,7 @@ def create_app(settings: Settings, pool: Workers, log: Log | None = None) -> Fas
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(
         Edge, origins=settings.cors_origins, metrics=front.metrics,
-        log=log or Log("front", settings.log_level),
+        log=log or Log("front", settings.log_level), traces=traces,
     )  # fmt: skip
     return app
 
@@ -279,10 +290,8 @@ async def info(front: FrontEnd, caller: CallerOf) -> dict[str, Any]:
     responses={200: {"content": {"text/plain": {}}}, **schemas.responses(None, 401, 403)},
 )
 async def get_metrics(front: FrontEnd) -> Response:
-    """What this front end counted."""
-    text = front.metrics.exposition(
-        front.pool.facts, front.settings.workers, front.pool.state.restarts
-    )
+    """What all processes of this service have counted, together."""
+    text = front.metrics.exposition(front.pool.facts)
     return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -12,18 +12,23 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
+from flashwire_service import meter
 from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.front import headers as reply_headers
 from flashwire_service.front import problems
+from flashwire_service.front.answered import Answered
 from flashwire_service.front.incoming import KEY as INCOMING
 from flashwire_service.front.incoming import Incoming
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.logs import Log
+
+if TYPE_CHECKING:
+    from flashwire_service.front.traces import Traces
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -35,6 +40,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _QUIET = ("/healthz", "/readyz", "/metrics")  # asked every few seconds: logged at debug
 _SKIPPED = 64 * 1024  # bytes of a body
 _CLIENT_LEFT = 499  # for the log and metrics; nobody is there to receive it
+_LEFT = "disconnected"  # and the code of it
 _ALLOWED_HEADERS = "authorization, content-type, flashwire-timeout-ms, x-request-id"
 _EXPOSED_HEADERS = "x-request-id, retry-after"
 
@@ -65,11 +71,19 @@ class _Exchange:
 class Edge:
     """Wraps the application. Never raises: a fault of ours becomes a problem with code internal."""
 
-    def __init__(self, app: App, origins: tuple[str, ...], metrics: Metrics, log: Log) -> None:
+    def __init__(
+        self,
+        app: App,
+        origins: tuple[str, ...],
+        metrics: Metrics,
+        log: Log,
+        traces: Traces | None = None,
+    ) -> None:
         self._app = app
         self._origins = origins
         self._metrics = metrics
         self._log = log
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,22 +99,24 @@ class Edge:
         )
         scope.setdefault("state", {})["request_id"] = exchange.id
         receive, send = _counted(exchange, scope["scheme"] == "https", receive, send)
-        with self._metrics.in_flight.track_inprogress():
-            try:
-                if exchange.origin and _is_preflight(scope, headers):
-                    await _answer_preflight(send)
-                else:
-                    await self._app(scope, receive, send)
-            except ClientDisconnect:
-                exchange.status = _CLIENT_LEFT
-            except asyncio.CancelledError:  # uvicorn does this once the grace period has passed
-                if exchange.status:
-                    raise
-                refusal = Refusal("draining", "the server is shutting down")
-                await problems.response(refusal, exchange.id)(scope, receive, send)
-            except Exception as exc:  # the last catch
-                await self._failed(exchange, exc, scope, receive, send)
-        self._done(exchange, scope)
+        self._metrics.meter.add(meter.IN_FLIGHT, 1)
+        try:
+            if exchange.origin and _is_preflight(scope, headers):
+                await _answer_preflight(send)
+            else:
+                await self._app(scope, receive, send)
+        except ClientDisconnect:
+            exchange.status = _CLIENT_LEFT
+        except asyncio.CancelledError:  # uvicorn does this once the grace period has passed
+            if exchange.status:
+                raise
+            refusal = Refusal("draining", "the server is shutting down")
+            await _refuse(exchange, refusal, scope, receive, send)
+        except Exception as exc:  # the last catch
+            await self._failed(exchange, exc, scope, receive, send)
+        finally:
+            self._metrics.meter.add(meter.IN_FLIGHT, -1)
+            self._done(exchange, scope)
 
     def _allowed(self, origin: str | None) -> str | None:
         if origin is None or not self._origins:
@@ -112,32 +128,55 @@ class Edge:
     ) -> None:
         """A fault of ours. Where it happened is for the log; no value of the request is."""
         frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(exc.__traceback__)]
-        self._log.error("fault", id=exchange.id, exception=type(exc).__name__, at=frames[-4:])
+        self._log.error(
+            "fault", request_id=exchange.id, exception=type(exc).__name__, at=frames[-4:]
+        )
         if exchange.status:  # the reply has begun: cut it off rather than pass it for whole
             raise ConnectionAbortedError from exc
         if is_exhaustion(exc):
             refusal = Refusal("queue_full", EXHAUSTED)
         else:
             refusal = Refusal("internal", "a fault of the server's; the request id is in its log")
-        await problems.response(refusal, exchange.id)(scope, receive, send)
+        await _refuse(exchange, refusal, scope, receive, send)
 
     def _done(self, exchange: _Exchange, scope: Scope) -> None:
-        seconds = time.monotonic() - exchange.started
-        route = getattr(scope.get("route"), "path", "unmatched")
-        status = exchange.status or _CLIENT_LEFT
-        self._metrics.answered(known_method(scope["method"]), route, status, seconds)
-        self._metrics.moved(exchange.all_received, exchange.sent)
-        log = self._log.debug if route in _QUIET else self._log.info
-        log(
-            "request",
-            id=exchange.id,
-            method=known_method(scope["method"]),
-            route=route,
-            status=status,
-            ms=round(seconds * 1000, 3),
-            received=exchange.all_received,
-            sent=exchange.sent,
-        )
+        """Count the request, trace it, and log its one line."""
+        request = _answered(exchange, scope)
+        self._metrics.answered(request)
+        quiet = request.route in _QUIET
+        line = request.line()
+        if self._traces is not None and not quiet:
+            line["trace_id"] = self._traces.record(request)
+        (self._log.debug if quiet else self._log.info)("request", **line)
+
+
+def _answered(exchange: _Exchange, scope: Scope) -> Answered:
+    """What has become of it: access.py, app.py and problems.py have left their part in `state`."""
+    state = scope["state"]
+    caller = state.get("caller")
+    status = exchange.status or _CLIENT_LEFT
+    return Answered(
+        request_id=exchange.id,
+        headers=Headers(scope=scope),
+        scheme=scope["scheme"],
+        method=known_method(scope["method"]),
+        route=getattr(scope.get("route"), "path", "unmatched"),
+        status=status,
+        code=_LEFT if status == _CLIENT_LEFT else state.get("code", ""),
+        key="" if caller is None else caller.name,
+        received=exchange.all_received,
+        sent=exchange.sent,
+        began=exchange.started,
+        ended=time.monotonic(),
+        answer=state.get("answer"),
+    )
+
+
+async def _refuse(
+    exchange: _Exchange, refusal: Refusal, scope: Scope, receive: Receive, send: Send
+) -> None:
+    scope["state"]["code"] = refusal.code
+    await problems.response(refusal, exchange.id)(scope, receive, send)
 
 
 def request_id(headers: Headers) -> str:

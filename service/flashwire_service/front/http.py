@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httptools
@@ -43,11 +43,13 @@ class Protocol(HttpToolsProtocol):
     max_header_bytes    of a request's line and headers together
     min_download_rate   bytes per second at which what is sent must be taken; 0: any
     max_connections     of all, but for those that are being refused
+    on_refused          is told of what is refused here, and by which request id
     """
 
     max_header_bytes = 32 * 2**10
     min_download_rate = 16 * 2**10
     max_connections = 1024
+    on_refused: Callable[[Refusal, str], None] = staticmethod(lambda refusal, request_id: None)
 
     def __init__(
         self,
@@ -128,7 +130,9 @@ class Protocol(HttpToolsProtocol):
         upgrade = self.parser.should_upgrade()
         refusal = self._objection(upgrade)
         if refusal is not None:
-            self.app = _answering(refusal, self._security)
+            request_id = secrets.token_hex(12)
+            self.on_refused(refusal, request_id)
+            self.app = _answering(refusal, request_id, self._security)
         scope, length = self.scope, dict(self.headers).get(b"content-length")
         try:
             super().on_headers_complete()
@@ -289,7 +293,9 @@ class Protocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-        self.transport.write(_whole_reply(refusal, self._security))
+        request_id = secrets.token_hex(12)
+        self.on_refused(refusal, request_id)
+        self.transport.write(_whole_reply(refusal, request_id, self._security))
         self.transport.close()
 
 
@@ -319,8 +325,7 @@ class _Lingering:
         return getattr(self._transport, name)
 
 
-def _whole_reply(refusal: Refusal, security: Mapping[str, str]) -> bytes:
-    request_id = secrets.token_hex(12)
+def _whole_reply(refusal: Refusal, request_id: str, security: Mapping[str, str]) -> bytes:
     body = problems.encode(refusal, request_id)
     lines = {
         "content-type": problems.MEDIA_TYPE,
@@ -334,11 +339,10 @@ def _whole_reply(refusal: Refusal, security: Mapping[str, str]) -> bytes:
     return STATUS_LINE[refusal.row.status] + head.encode("ascii") + body
 
 
-def _answering(refusal: Refusal, security: Mapping[str, str]) -> Any:
+def _answering(refusal: Refusal, request_id: str, security: Mapping[str, str]) -> Any:
     """An application that gives one answer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        request_id = secrets.token_hex(12)
         response = problems.response(refusal, request_id)
         response.headers["x-request-id"] = request_id
         response.headers["connection"] = "close"

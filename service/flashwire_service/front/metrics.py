@@ -1,109 +1,199 @@
-"""What this front end counts, for Prometheus. Each has its own registry: nothing global."""
+"""What /metrics says: the numbers of all processes together, whichever front end is asked."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.utils import floatToGoString
 
-from flashwire_service.ipc.frames import Reply
+from flashwire_service import meter
+from flashwire_service.errors import ROWS
+from flashwire_service.front.answered import Answered
+from flashwire_service.ipc.board import Board
+from flashwire_service.meter import Family, Meter
+from flashwire_service.settings import Settings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# OpenTelemetry's advice for http.server.request.duration, in seconds.
-_BUCKETS = (
-    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-)  # fmt: skip
-
-
-class _Restarts(Collector):
-    """A count that the supervisor keeps."""
-
-    def __init__(self) -> None:
-        self.by_cause: Mapping[str, int] = {}
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(
-            "flashwire_worker_restarts",
-            "Workers of the whole service that ended and were replaced, by cause.",
-            labels=["cause"],
-        )
-        for cause, count in sorted(self.by_cause.items()):
-            family.add_metric([cause], count)
-        yield family
+# Settings that say how much of something there may be, and the metric that says so: in all front
+# ends together, as connections and uploads are counted, or in each worker.
+_FRONT_LIMITS = {
+    "flashwire_connections_limit": ("max_connections", "Connections that are kept."),
+    "flashwire_upload_limit_bytes": ("upload_bytes", "Bytes of bodies received at once."),
+}
+_WORKER_LIMITS = {
+    "flashwire_queue_limit_requests": ("queue_requests", "Requests that a worker lets wait."),
+    "flashwire_queue_limit_bytes": ("queue_bytes", "Bytes of their bodies."),
+    "flashwire_queue_device_limit_bytes": ("queue_device_bytes", "Device memory they may need."),
+    "flashwire_residual_limit_bytes": ("residual_bytes", "Bytes of forwards that a worker saves."),
+}
 
 
 class Metrics:
-    """The metrics of one front end."""
+    """What one front end counts, and the metrics of the whole service."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        labels = ("http_request_method", "http_route", "http_response_status_code")
-        self._duration = Histogram(
-            "http_server_request_duration_seconds",
-            "From the request's head to the last byte handed to the network.",
-            labels,
-            buckets=_BUCKETS,
-            registry=self._registry,
+    def __init__(self, settings: Settings, board: Board | None = None, index: int = 0) -> None:
+        """`board` is shared with all other processes; None: there are none."""
+        self._settings = settings
+        self._board = board or Board.alone(settings.frontends, settings.workers)
+        self.meter = Meter(self._board.regions[f"front-{index}"])
+        self._levels: list[tuple[Family, Callable[[], float]]] = []
+        for code in ROWS:
+            self.meter.add(meter.REJECTED, 0, code)
+
+    def watch(self, family: Family, level: Callable[[], float]) -> None:
+        """Have a gauge show what `level` returns, as of the last `refresh`."""
+        self._levels.append((family, level))
+
+    def refresh(self) -> None:
+        """Look at everything watched. To be called now and then."""
+        for family, level in self._levels:
+            self.meter.set(family, level())
+
+    def answered(self, request: Answered) -> None:
+        """A request has been answered."""
+        labels = (request.method, request.route, str(request.status), request.code)
+        self.meter.observe(meter.REQUEST_DURATION, request.seconds, *labels)
+        self.meter.add(meter.RECEIVED, request.received)
+        self.meter.add(meter.SENT, request.sent)
+        if request.code in ROWS:
+            self.rejected(request.code)
+
+    def rejected(self, code: str) -> None:
+        """A request has ended in an error of this code."""
+        self.meter.add(meter.REJECTED, 1, code)
+
+    def exposition(self, workers: Mapping[int, Mapping[str, Any]]) -> bytes:
+        """The text that Prometheus reads. `workers` are the ready ones and what they are."""
+        self.refresh()
+        registry = CollectorRegistry()
+        registry.register(_Families(self._counted()))
+        registry.register(_Families(self._looked_up(workers)))
+        return generate_latest(registry)
+
+    def _counted(self) -> Iterator[Metric]:
+        """What processes have counted, added up."""
+        sums: dict[str, dict[tuple[str, ...], list[float]]] = defaultdict(dict)
+        for region in self._board.regions.values():
+            for (name, *labels), numbers in region.rows():
+                row = sums[name].setdefault(tuple(labels), [0.0] * len(numbers))
+                row[:] = [a + b for a, b in zip(row, numbers, strict=True)]
+        for family in meter.FAMILIES:
+            yield _metric(family, sums[family.name])
+
+    def _looked_up(self, workers: Mapping[int, Mapping[str, Any]]) -> Iterator[Metric]:
+        """What can be seen, and need not be counted."""
+        up = GaugeMetricFamily(
+            "flashwire_worker_up", "1 while the worker takes jobs.", labels=["worker"]
         )
-        self._queue = self._histogram("flashwire_queue_seconds", "Wait for a worker's compute.")
-        self._compute = self._histogram("flashwire_compute_seconds", "Computing in a worker.")
-        self._received = self._counter("flashwire_request_body_bytes", "Bytes of request bodies.")
-        self._sent = self._counter("flashwire_response_body_bytes", "Bytes of response bodies.")
-        self.in_flight = Gauge(
-            "flashwire_requests_in_flight", "Requests not yet answered.", registry=self._registry
+        for index in range(self._settings.workers):
+            up.add_metric([str(index)], index in workers)
+        yield up
+        yield _info(
+            "flashwire_worker_info",
+            "Where a worker that takes jobs computes.",
+            *(
+                {"worker": str(i), **{k: str(facts.get(k)) for k in ("device", "device_name")}}
+                for i, facts in sorted(workers.items())
+            ),
+            labels=("worker", "device", "device_name"),
         )
-        self._residuals = self._worker_gauge(
-            "flashwire_residual_bytes", "Bytes of saved forwards, as of the last reply."
+        for limits, times in ((_FRONT_LIMITS, self._settings.frontends), (_WORKER_LIMITS, 1)):
+            for name, (setting, meaning) in limits.items():
+                limit = times * getattr(self._settings, setting)
+                yield GaugeMetricFamily(name, meaning, value=limit)
+        yield from self._processes()
+        versions = {name: _version(name) for name in ("torch", "triton")}
+        build = {"version": version("flashwire"), "python": platform.python_version(), **versions}
+        yield _info("flashwire_build_info", "Versions.", build, labels=tuple(build))
+
+    def _processes(self) -> Iterator[Metric]:
+        """Since when each process runs, and its memory."""
+        started, resident, peak = (
+            GaugeMetricFamily(f"flashwire_process_{name}", meaning, labels=["process"])
+            for name, meaning in (
+                ("start_time_seconds", "When the process started, since 1970."),
+                ("resident_memory_bytes", "Memory that it takes, shared memory included."),
+                ("resident_memory_peak_bytes", "The most that it ever was."),
+            )
         )
-        self._depth = self._worker_gauge(
-            "flashwire_queue_depth", "Requests that wait, as of the last reply."
-        )
-        self._up = self._worker_gauge("flashwire_worker_up", "1 while the worker takes jobs.")
-        self._restarts = _Restarts()
-        self._registry.register(self._restarts)
-        build = Gauge(
-            "flashwire_build_info", "Versions.", ("version", "python"), registry=self._registry
-        )
-        build.labels(version("flashwire"), platform.python_version()).set(1)
+        for name, region in self._board.regions.items():
+            if region.pid:
+                started.add_metric([name], region.started)
+                memory = _memory_of(region.pid)
+                for family, line in ((resident, "VmRSS"), (peak, "VmHWM")):
+                    if line in memory:
+                        family.add_metric([name], memory[line])
+        yield from (started, resident, peak)
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request has been answered. `route` is a template: a path would be unbounded."""
-        self._duration.labels(method, route, str(status)).observe(seconds)
 
-    def moved(self, received: int, sent: int) -> None:
-        """Bytes of one request's body and of its reply's."""
-        self._received.inc(received)
-        self._sent.inc(sent)
+class _Families(Collector):
+    """Families that are there already, as generate_latest wants them."""
 
-    def computed(self, worker: int, reply: Reply) -> None:
-        """A worker has answered a job."""
-        self._queue.observe(reply.queue_ms / 1000)
-        self._compute.observe(reply.compute_ms / 1000)
-        self._residuals.labels(str(worker)).set(reply.residual_bytes)
-        self._depth.labels(str(worker)).set(reply.queue_depth)
+    def __init__(self, families: Iterator[Metric]) -> None:
+        self._families = families
 
-    def exposition(
-        self, workers: Mapping[int, object], expected: int, restarts: Mapping[str, int]
-    ) -> bytes:
-        """The text that Prometheus reads. `workers` are the ready ones, `expected` how many there
-        should be, `restarts` how often any ended, by cause.
-        """
-        self._restarts.by_cause = restarts
-        for index in range(expected):
-            self._up.labels(str(index)).set(index in workers)
-            if index not in workers:  # what it held went with it
-                self._residuals.labels(str(index)).set(0)
-        return generate_latest(self._registry)
+    def describe(self) -> list[Metric]:  # or `register` would collect
+        return []
 
-    def _histogram(self, name: str, meaning: str) -> Histogram:
-        return Histogram(name, meaning, buckets=_BUCKETS, registry=self._registry)
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
 
-    def _counter(self, name: str, meaning: str) -> Counter:
-        return Counter(name, meaning, registry=self._registry)
 
-    def _worker_gauge(self, name: str, meaning: str) -> Gauge:
-        return Gauge(name, meaning, ("worker",), registry=self._registry)
+def _metric(family: Family, rows: Mapping[tuple[str, ...], list[float]]) -> Metric:
+    name, meaning, labels = family.name, family.meaning, family.labels
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(name, meaning, labels=labels)
+        bounds = [*map(floatToGoString, meter.BUCKETS), "+Inf"]
+        for values, (*counts, total) in sorted(rows.items()):
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            histogram.add_metric(values, buckets, total)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    plain = kind(name, meaning, labels=labels)
+    if not labels:
+        rows = rows or {(): [0.0]}
+    for values, (number,) in sorted(rows.items()):
+        plain.add_metric(values, number)
+    return plain
+
+
+def _info(
+    name: str, meaning: str, *rows: Mapping[str, str], labels: tuple[str, ...]
+) -> GaugeMetricFamily:
+    """A 1 for each row, whose labels are what matters."""
+    family = GaugeMetricFamily(name, meaning, labels=labels)
+    for row in rows:
+        family.add_metric([row[label] for label in labels], 1)
+    return family
+
+
+def _version(package: str) -> str:
+    """Without importing it; "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _memory_of(pid: int) -> dict[str, int]:
+    """Sizes in bytes, by their names in proc(5); none when the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    rows = (line.split() for line in lines.splitlines() if line.endswith(" kB"))
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}

@@ -61,13 +61,19 @@ def retry_after(refusal: Refusal) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(refusal.retry_after)))}
 
 
+def _answer(request: Request, refusal: Refusal) -> Response:
+    """`code` is for the log and metrics (edge.py)."""
+    request.state.code = refusal.code
+    return response(refusal, request.state.request_id)
+
+
 def install(app: FastAPI) -> None:
     """Answer refusals, and what the router says about unknown paths and methods."""
 
     async def on_refusal(request: Request, exc: Exception) -> Response:
         if not isinstance(exc, Refusal):
             raise exc
-        return response(exc, request.state.request_id)
+        return _answer(request, exc)
 
     async def on_http_exception(request: Request, exc: Exception) -> Response:
         if not isinstance(exc, HTTPException):
@@ -80,7 +86,7 @@ def install(app: FastAPI) -> None:
             "not_found": "there is no such route; /docs lists what there is",
             "method_not_allowed": f"{request.method} is not a method of this route",
         }.get(code, "the request cannot be read")
-        return response(Refusal(code, said, headers=allowed), request.state.request_id)
+        return _answer(request, Refusal(code, said, headers=allowed))
 
     app.add_exception_handler(Refusal, on_refusal)
     app.add_exception_handler(HTTPException, on_http_exception)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import uvicorn
 
+from flashwire_service import logs, meter
+from flashwire_service.errors import Refusal
 from flashwire_service.front.access import Access
 from flashwire_service.front.app import create_app
 from flashwire_service.front.http import Protocol
+from flashwire_service.front.metrics import Metrics
 from flashwire_service.front.pool import Pool
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.keys import Keyring
@@ -21,6 +24,9 @@ from flashwire_service.logs import Log
 from flashwire_service.process import Adopted, adopt
 from flashwire_service.settings import Settings
 from flashwire_service.tls import Certificate, TLSError
+
+if TYPE_CHECKING:
+    from flashwire_service.front.traces import Traces
 
 
 class Server(uvicorn.Server):
@@ -38,11 +44,16 @@ class Server(uvicorn.Server):
             on_reload=self.reload,
             quarantine_s=settings.quarantine_s,
         )
-        self._app = create_app(settings, self.pool, log)
+        self._metrics = Metrics(settings, adopted.board, adopted.index)
+        log.count_on(self._metrics.meter)
+        self._traces = _traces(settings)
+        self._app = create_app(settings, self.pool, log, self._metrics, self._traces)
         self._certificate = (
             Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         )
         super().__init__(config_of(self._app, settings, self._certificate))
+        Protocol.on_refused = self._refused
+        self._metrics.watch(meter.CONNECTIONS, lambda: len(self.server_state.connections))
 
     async def run_until_drained(self) -> None:
         """Serve on the inherited socket until a Drain frame, then finish what is in flight."""
@@ -51,6 +62,8 @@ class Server(uvicorn.Server):
         beating = asyncio.ensure_future(self._beat())
         await self._serve([self._listener])
         beating.cancel()
+        if self._traces is not None:
+            self._traces.close()
 
     async def _beat(self) -> None:
         """Show that this loop turns."""
@@ -58,7 +71,14 @@ class Server(uvicorn.Server):
             self._heartbeat.idle()
             self.pool.sweep()
             self._app.state.front.buffers.sweep()
+            self._metrics.refresh()
             await asyncio.sleep(BEAT_S)
+
+    def _refused(self, refusal: Refusal, request_id: str) -> None:
+        """The protocol has refused what never became a request of the application."""
+        self._metrics.rejected(refusal.code)
+        status = refusal.row.status
+        self._log.info("request", request_id=request_id, status=status, code=refusal.code)
 
     def drain(self, grace: float) -> None:
         """Not ready at once; new connections are not taken; those in flight have `grace` s."""
@@ -77,13 +97,14 @@ class Server(uvicorn.Server):
             self._log.info("certificate read")
         except TLSError as e:
             self._log.error("certificate not read, the one before stays", why=str(e))
+            self._metrics.meter.add(meter.RELOAD_FAILURES, 1, "certificate")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until told to end. The exit code is EX_CONFIG when the TLS certificate is no good."""
     adopted = adopt(arguments)
     log = Log(f"front-{adopted.index}", adopted.settings.log_level)
-    logging.getLogger("uvicorn").addHandler(_Forward(log))
+    log.forward_logging()
     try:
         server = Server(adopted, log)
     except TLSError as e:  # read well when the service began, and changed since
@@ -119,20 +140,19 @@ def config_of(
     return config
 
 
+def _traces(settings: Settings) -> Traces | None:
+    """What makes traces, if it is to be done: the packages may not be there."""
+    if not settings.traces:
+        return None
+    from flashwire_service.front.traces import Traces
+
+    return Traces.to_collector()
+
+
 def _orphaned() -> None:
     """The supervisor is gone, or wants this process gone now."""
+    logs.flush()
     os._exit(os.EX_UNAVAILABLE)
-
-
-class _Forward(logging.Handler):
-    """uvicorn's warnings as lines of our log, without tracebacks."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._log.warning("uvicorn", message=record.getMessage())
 
 
 if __name__ == "__main__":

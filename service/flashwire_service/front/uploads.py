@@ -40,6 +40,7 @@ class Uploads:
         self._to_begin: deque[_Wait] = deque()
         self._next_refusal = 0.0  # of one under way
         self.held_bytes = 0
+        self.bodies = 0  # that are being received
         self.turns = Turns()
 
     def upload(self, owner: str = "") -> Upload:
@@ -131,11 +132,13 @@ class Upload:
 
     def __enter__(self) -> Upload:
         self._uploads.turns.enter(self._owner)
+        self._uploads.bodies += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None
     ) -> None:
         self._uploads.turns.leave(self._owner)
+        self._uploads.bodies -= 1
         self._uploads.give_back(self._held)
         self._held = 0

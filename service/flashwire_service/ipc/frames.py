@@ -84,8 +84,7 @@ class Reply:
     backend: str = ""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
-    residual_bytes: int = 0  # held by the worker now, after this job
-    queue_depth: int = 0
+    started: float = 0.0  # when its computing began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +113,15 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """From the supervisor, a child's second frame: the board (ipc/board.py) rides along."""
+
+    kind: ClassVar[str] = "share"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listen:
-    """From the supervisor, a front's second frame: the listening socket rides along."""
+    """From the supervisor, a front's third frame: the listening socket rides along."""
 
     kind: ClassVar[str] = "listen"
 
@@ -189,19 +195,17 @@ class WorkerState:
 class State:
     """From the supervisor to a front, at its start and on every change: what all should know.
 
-    restarts  how often workers have ended, by cause
     suspects  the book of requests that ended workers
     """
 
     kind: ClassVar[str] = "state"
     workers: tuple[WorkerState, ...] = ()
-    restarts: dict[str, int] = field(default_factory=dict)
     suspects: tuple[Entry, ...] = ()
 
 
 Frame = (
     Job | Cancel | Hello | Reply | Failure
-    | Start | Listen | Ready | Attach | Reload | Drain | Suspect | Acquit | State
+    | Start | Share | Listen | Ready | Attach | Reload | Drain | Suspect | Acquit | State
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {t.kind: t for t in get_args(Frame)}
 

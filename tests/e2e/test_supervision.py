@@ -111,6 +111,7 @@ def a_poison(server: Any) -> None:
     wait_until(lambda: not server.http.get("/readyz").is_error)
     counts = {"SIGKILL": 1, "hung": 1, "exit_1": 2}
     metrics = server.http.get("/metrics").text
+    assert "flashwire_quarantined_requests 1.0" in metrics
     for cause, count in counts.items():
         assert f'flashwire_worker_restarts_total{{cause="{cause}"}} {count}.0' in metrics
     assert ask(server).json()["out"] == [pytest.approx([1.66, 2.66], abs=0.01)]

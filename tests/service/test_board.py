@@ -73,6 +73,7 @@ def test_whoever_takes_the_place_counts_on_and_holds_nothing(board: Board) -> No
         counting.add(meter.RECEIVED, 10)
         counting.observe(meter.QUEUE_WAIT, 0.05)  # a bucket holds its bound
         found = said(board)
+        assert len(list(counting.region.rows())) == 3  # no row is made twice
         assert found["flashwire_requests_in_flight"] == 1.0
         assert found["flashwire_request_body_bytes_total"] == 10 * count
         assert found['flashwire_queue_wait_seconds_bucket{le="0.025"}'] == 0.0

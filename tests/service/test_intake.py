@@ -105,6 +105,20 @@ def test_device_memory_is_bounded_but_a_job_alone_always_fits(clock, channel):
     refused(intake, ticket(channel, 4, device_bytes=1))
 
 
+def test_what_waits_is_shown_on_every_change(clock, channel):
+    shown = []
+    intake = Intake(2, 1000, clock=clock, watch=shown.append)
+    intake.offer(ticket(channel, 0, size=10, device_bytes=7))
+    intake.offer(ticket(channel, 1, size=20, deadline=clock() + 1))
+    refused(intake, ticket(channel, 2))
+    intake.take(0)
+    assert shown == [(1, 10, 7), (2, 30, 7), (2, 30, 7), (1, 20, 0)]
+    intake.offer(ticket(channel, 3, size=40))
+    intake.cancel(channel, 3)
+    intake.drop_channel(channel)
+    assert shown[4:] == [(2, 60, 0), (1, 20, 0), (0, 0, 0)]
+
+
 def test_retry_after_is_the_time_to_drain_what_waits_and_runs(intake, channel):
     for number in range(50):
         intake.offer(ticket(channel, number))

@@ -15,7 +15,7 @@ import torch
 from flashwire import wire
 from flashwire_kernels import api
 from flashwire_kernels.types import AttentionSpec
-from flashwire_service import logs
+from flashwire_service import logs, meter
 from flashwire_service.compute import device as devices
 from flashwire_service.compute import replies
 from flashwire_service.compute.arrays import NAMES, bytes_of, tensor_at
@@ -27,6 +27,7 @@ from flashwire_service.ipc.channel import MAX_INLINE
 from flashwire_service.ipc.frames import Failure, Job, Reply, TensorSlot
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.logs import Log
+from flashwire_service.meter import Meter
 from flashwire_service.settings import Settings
 
 CPU = torch.device("cpu")
@@ -582,3 +583,21 @@ def test_a_device_that_computes_nonsense_is_found_out(monkeypatch):
 def test_memory_that_is_left_is_measured():
     total = devices.facts(CPU)["memory_bytes"]
     assert 0 < devices.available_bytes(CPU) <= total
+
+
+def test_what_is_held_and_the_memory_of_a_gpu_are_shown(monkeypatch):
+    shown = Meter()
+    jobs = Jobs(CPU, Settings(), 3, Log("test", "error"), shown)
+    jobs.run(ticket("attention", {"save_for_backward": True}, qkv(1, 1, 4, 8)))
+    jobs.measure()
+    assert shown.value(meter.RESIDUALS, "3") == 1
+    assert shown.value(meter.RESIDUAL_BYTES, "3") == jobs._residuals.held_bytes > 0
+    (row,) = [
+        n for key, n in shown.region.rows() if key == (meter.COMPUTE.name, "attention", "cpu")
+    ]
+    assert sum(row[:-1]) == 1
+    assert not [key for key, _ in shown.region.rows() if key[0] == meter.DEVICE_MEMORY.name]
+    monkeypatch.setattr(devices, "allocated_bytes", lambda device: (5, 9))
+    jobs.measure()
+    assert shown.value(meter.DEVICE_MEMORY, "3") == 5
+    assert shown.value(meter.DEVICE_MEMORY_PEAK, "3") == 9

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashwire_service import environment, keys, listening, places, supervisor
+from flashwire_service import environment, keys, listening, meter, places, supervisor
+from flashwire_service.meter import Meter
 from flashwire_service.settings import Settings
 
 HERE = Path(__file__).parent
@@ -198,6 +199,21 @@ def test_workers_are_told_no_key(monkeypatch):
             if place.heartbeat is not None:
                 place.heartbeat.close()
     assert told == {supervisor.WORKER: [], supervisor.FRONT: ["env:1"]}
+
+
+def test_what_a_dead_child_held_is_gone_and_what_it_counted_stays():
+    with socket.socket() as listener, socket.socket() as signals:
+        judge = supervisor.Supervisor(Settings(log_level="error"), listener, signals)
+        counting = Meter(judge._board.regions["worker-0"])
+        counting.set(meter.RESIDUALS, 3, "0")
+        counting.add(meter.LOG_LINES_DROPPED, 2)
+        judge._failed(judge._workers[0], -9, time.monotonic())
+        assert counting.region.pid == 0
+        assert counting.value(meter.RESIDUALS, "0") == 0
+        assert counting.value(meter.LOG_LINES_DROPPED) == 2
+        assert judge._meter.value(meter.WORKER_RESTARTS, "SIGKILL") == 1
+        judge._kill_all()
+        judge._selector.close()
 
 
 def test_hanging_up_ends_nothing(start):

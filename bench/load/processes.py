@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashwire_service.front import buffers
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ROLES = {"flashwire_service.compute.worker": "worker", "flashwire_service.front.server": "front"}
@@ -51,7 +53,7 @@ def use_of(pid: int) -> Use:
     proc = Path(f"/proc/{pid}")
     return Use(
         rss=int((proc / "statm").read_text().split()[1]) * _PAGE,
-        descriptors=len(os.listdir(proc / "fd")),
+        descriptors=_descriptors(proc / "fd"),
         threads=len(os.listdir(proc / "task")),
     )
 
@@ -65,6 +67,20 @@ def cpu_seconds(pid: int) -> float:
     """What all threads of a process have used of the processor."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _descriptors(folder: Path) -> int:
+    """How many are open. Of bodies a front end keeps some for the next ones: of those what is beyond
+    their bound.
+    """
+    targets = []
+    for entry in folder.iterdir():
+        try:
+            targets.append(os.readlink(entry))
+        except FileNotFoundError:  # closed in the meantime
+            continue
+    kept = sum(target.startswith(f"/memfd:{buffers.NAME}") for target in targets)
+    return len(targets) - min(kept, 2 * buffers.MOST)
 
 
 def most(processes: list[Process]) -> dict[str, Use]:

@@ -47,6 +47,15 @@ def test_no_more_is_kept_than_may_be() -> None:
     assert kept.kept_bytes == 4 * MIB + 4096
 
 
+def test_however_small_only_so_many_are_kept() -> None:
+    kept = Buffers(10 * MIB)
+    memories = [kept.take(4096) for _ in range(buffers.MOST + 3)]
+    for memory in memories:
+        kept.give_back(memory)
+    assert [memory.fd == -1 for memory in memories] == [True] * 3 + [False] * buffers.MOST
+    assert kept.kept_bytes == 4096 * buffers.MOST
+
+
 def test_what_is_not_used_goes_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(buffers.time, "monotonic", lambda: now[0])

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from flashwire_service.ipc.memory import Memory
 
+MOST = 16  # memories kept: each holds two descriptors
+NAME = "flashwire-body"
 _UNUSED_S = 60.0
 _PAGE = 4096
 _SPARE = 4  # what is used again holds at most so many times what is asked for
@@ -22,7 +24,7 @@ class _Free:
 
 
 class Buffers:
-    """Keeps at most `limit` bytes for later, and those for a minute. For one event loop only."""
+    """Keeps at most `limit` bytes, of MOST memories, for a minute. For one event loop only."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -36,7 +38,7 @@ class Buffers:
         """
         fitting = [f for f in self._free if size <= f.memory.size <= _SPARE * size]
         if not fitting:
-            return Memory.create(-(-size // _PAGE) * _PAGE)
+            return Memory.create(-(-size // _PAGE) * _PAGE, NAME)
         best = min(reversed(fitting), key=lambda free: free.memory.size)
         self._forget(best)
         return best.memory
@@ -46,7 +48,7 @@ class Buffers:
         if memory.size > self._limit:
             memory.close()
             return
-        while self.kept_bytes + memory.size > self._limit:
+        while self.kept_bytes + memory.size > self._limit or len(self._free) >= MOST:
             self._drop(self._free[0])
         self._free.append(_Free(memory, time.monotonic()))
         self.kept_bytes += memory.size

@@ -30,9 +30,11 @@ class Memory:
         self._view: memoryview | None = None
 
     @classmethod
-    def create(cls, size: int = 0) -> Memory:
-        """Fresh zeros. Raises OSError when the system has no descriptor or size to give."""
-        fd = os.memfd_create("flashwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def create(cls, size: int = 0, name: str = "flashwire") -> Memory:
+        """Fresh zeros. Raises OSError when the system has no descriptor or size to give. The name
+        shows in /proc, and means nothing.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             os.ftruncate(fd, size)

@@ -70,8 +70,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _descriptors(folder: Path) -> int:
-    """How many are open. Of bodies a front end keeps some for the next ones: of those what is beyond
-    their bound.
+    """How many are open. A front end keeps some of bodies for the next ones: of those what is
+    beyond their bound.
     """
     targets = []
     for entry in folder.iterdir():

@@ -123,6 +123,24 @@ def test_a_batch_row_does_not_depend_on_its_company(options, fast_backend):
     assert_same_bits(one, {name: tensor[:1] for name, tensor in many.items()})
 
 
+@pytest.fixture
+def threads():
+    """threads(N): torch uses so many, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", CASES)
+def test_with_one_thread_as_with_two(name, backend, threads):
+    call = make(CASES[name])
+    threads(1)
+    alone = results(call, backend)
+    threads(2)
+    assert_same_bits(alone, results(call, backend))
+
+
 @pytest.mark.long
 def test_many_repeats_of_a_large_batch(fast_backend):
     call = make(Case(batch=60, heads_q=4, len_q=128, len_k=128, causal=True, dropout=0.1))

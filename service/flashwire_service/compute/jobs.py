@@ -28,6 +28,7 @@ from flashwire_service.compute.failures import (
 from flashwire_service.compute.intake import Ticket
 from flashwire_service.compute.residuals import Residuals, Saved
 from flashwire_service.compute.room import Room, forward_bytes, total_bytes
+from flashwire_service.compute.threads import Threads
 from flashwire_service.ipc.frames import Failure, Job, Reply
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.logs import Log
@@ -90,6 +91,7 @@ class Jobs:
             max_bytes=settings.residual_bytes,
         )
         self._room = Room(device, settings.max_materialise_bytes)
+        self._threads = Threads()
 
     def sweep(self) -> None:
         """Free residuals whose time is up."""
@@ -130,7 +132,8 @@ class Jobs:
             name: tensor_at(body, slot).to(self._device) for name, slot in job.tensors.items()
         }
         self._meter.observe(meters.TRANSFER, time.monotonic() - started, "in")
-        outcome = _ROUTES[job.route](self, job, tensors)
+        with self._threads.fitting(tensors):
+            outcome = _ROUTES[job.route](self, job, tensors)
         return self._reply(job, outcome, started)
 
     # Routes

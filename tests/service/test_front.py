@@ -17,6 +17,7 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
+from fastapi import Depends, Request
 
 from flashwire import wire
 from flashwire_service import residual_id
@@ -24,6 +25,7 @@ from flashwire_service.errors import Refusal
 from flashwire_service.front import info
 from flashwire_service.front.app import create_app
 from flashwire_service.front.pool import Answer, Work
+from flashwire_service.front.routes import ComputeRoute
 from flashwire_service.front.schemas import EXAMPLES
 from flashwire_service.ipc.frames import Reply, State, WorkerState
 from flashwire_service.ipc.memory import Memory
@@ -485,6 +487,16 @@ async def test_no_memory_is_kept_of_refused_requests(client: httpx.AsyncClient, 
     response = await client.post(f"/attention{path}", content=message)
     assert response.status_code in (200, 422)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_route_that_computes_gets_what_it_needs_or_is_refused() -> None:
+    async def strange(request: Request) -> None: ...
+    async def curious(request: Request, verbose: bool) -> None: ...
+
+    with pytest.raises(TypeError, match="/x would not get"):
+        ComputeRoute("/x", curious, methods=["POST"])
+    with pytest.raises(TypeError, match="/x would not get"):
+        ComputeRoute("/x", strange, methods=["POST"], dependencies=[Depends(strange)])
 
 
 # Keys and web origins

@@ -5,7 +5,6 @@ Each request is asked for its key, so a key that is taken away stops working wit
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -68,22 +67,34 @@ class Access:
         return Caller(key.name, key.owner, key.may, replace(own, **lowered))
 
 
-async def caller(
-    request: Request,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)],
-) -> Caller:
+def identify(request: Request) -> Caller:
     """The caller of a request. Raises Refusal (unauthorized)."""
     access: Access = request.app.state.access
-    found = access.caller(credentials.credentials if credentials else "")
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    found = access.caller(text.strip() if scheme.lower() == "bearer" else "")
     request.state.caller = found
     return found
 
 
-def needs(right: str) -> Callable[[Caller], Awaitable[None]]:
+def require(caller: Caller, right: str) -> None:
+    """Raises Refusal (forbidden)."""
+    if right not in caller.may:
+        raise Refusal("forbidden", f"this key may not use this route: it lacks {right!r}")
+
+
+async def caller(
+    request: Request,
+    scheme: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)],  # for the reference
+) -> Caller:
+    """The caller of a request. Raises Refusal (unauthorized)."""
+    return identify(request)
+
+
+class Needs:
     """A dependency of routes that only some keys may use. It raises Refusal (forbidden)."""
 
-    async def check(caller: Annotated[Caller, Depends(caller)]) -> None:
-        if right not in caller.may:
-            raise Refusal("forbidden", f"this key may not use this route: it lacks {right!r}")
+    def __init__(self, right: str) -> None:
+        self.right = right
 
-    return check
+    async def __call__(self, caller: Annotated[Caller, Depends(caller)]) -> None:
+        require(caller, self.right)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from contextlib import closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -32,13 +32,16 @@ from flashwire_service.front import (
     reference,
     schemas,
 )
-from flashwire_service.front.access import Caller, needs
+from flashwire_service.front.access import Caller, Needs
 from flashwire_service.front.buffers import Buffers
 from flashwire_service.front.edge import Edge
+from flashwire_service.front.incoming import KEY as INCOMING
+from flashwire_service.front.incoming import Incoming
 from flashwire_service.front.info import describe, lacking
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
+from flashwire_service.front.routes import ComputeRoute
 from flashwire_service.front.uploads import Uploads
 from flashwire_service.keys import RIGHTS
 from flashwire_service.logs import Log
@@ -133,7 +136,7 @@ def create_app(
     app.state.front = front
     app.state.access = access.Access(settings)
     problems.install(app)
-    for router in (_open, _compute, _info, _metrics, _keyed):
+    for router in (_compute, _open, _info, _metrics, _keyed):
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(
@@ -152,7 +155,8 @@ FrontEnd = Annotated[Front, Depends(_front)]
 CallerOf = Annotated[Caller, Depends(access.caller)]
 _open = APIRouter()
 _keyed = APIRouter(dependencies=[Depends(access.caller)])
-_compute, _info, _metrics = (APIRouter(dependencies=[Depends(needs(right))]) for right in RIGHTS)
+_compute, _info, _metrics = (APIRouter(dependencies=[Depends(Needs(right))]) for right in RIGHTS)
+_compute.route_class = ComputeRoute
 
 
 @_compute.post(
@@ -332,8 +336,35 @@ def timeout_s(request: Request, settings: Settings) -> float:
     return (most if len(digits) > len(str(most)) else min(int(digits), most)) / 1000
 
 
-async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:
+async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of `work`, which is cancelled when the caller leaves: then ClientDisconnect."""
+    incoming: Incoming | None = request.scope.get(INCOMING)
+    task = asyncio.current_task()
+    if incoming is None or task is None:
+        return await _while_receiving(request, work)
+    leaving = False
+
+    def leave() -> None:
+        nonlocal leaving
+        leaving = True
+        task.cancel()
+
+    if incoming.left:
+        work.close()
+        raise ClientDisconnect
+    incoming.on_left = leave
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if leaving and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        incoming.on_left = None
+
+
+async def _while_receiving(request: Request, work: Awaitable[_T]) -> _T:
+    """The same by ASGI alone, with two tasks more."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:

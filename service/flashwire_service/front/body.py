@@ -64,17 +64,23 @@ async def _read(
     direct: incoming.Incoming | None = request.scope.get(incoming.KEY)
     store: _Store
     pieces: AsyncGenerator[_Piece, None]
-    if direct is None or direct.length <= MAX_INLINE or not schema.payload:
+    small = direct is None or direct.length <= MAX_INLINE or not schema.payload
+    whole = direct.whole() if direct is not None and small else None
+    if small or direct is None:
         store, pieces = _Store(), request.stream()
     else:
         store = placed = _Placed(buffers, direct.length)
         pieces = direct.stream(placed.target)
     try:
-        async with (
-            aclosing(pieces),
-            aclosing(_chunks(pieces, limit, rate, upload)) as chunks,
-        ):
-            decoded = await _decode(chunks, store, schema, limits, total)
+        if whole is not None:
+            store.add(whole)
+            decoded = wire.decode(whole, schema, limits)
+        else:
+            async with (
+                aclosing(pieces),
+                aclosing(_chunks(pieces, limit, rate, upload)) as chunks,
+            ):
+                decoded = await _decode(chunks, store, schema, limits, total)
         if schema.payload:
             _place_offsets(decoded, store)
         return Message(decoded.options, decoded.tensors, *store.take())

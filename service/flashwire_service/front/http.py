@@ -64,6 +64,7 @@ class Protocol(HttpToolsProtocol):
         self._body_complete = True
         self._lingering = False
         self._discarded = 0
+        self._incoming: incoming.Incoming | None = None  # of the newest request
         self._passed_over = 0  # bytes of a body to come that nobody wants
         self._patience: asyncio.TimerHandle | None = None  # for the next head to be complete
         self._slow_reader: asyncio.TimerHandle | None = None  # for what was sent to be taken
@@ -79,6 +80,8 @@ class Protocol(HttpToolsProtocol):
         self._end_patience()
         self._stop_watching()
         super().connection_lost(exc)
+        if self._incoming is not None:
+            self._incoming.lost()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -140,7 +143,7 @@ class Protocol(HttpToolsProtocol):
             self.app = app
         if refusal is None and length is not None:
             body = incoming.Incoming(self, self.cycle, int(length))
-            scope[incoming.KEY] = body  # type: ignore[literal-required]
+            scope[incoming.KEY] = self._incoming = body  # type: ignore[literal-required]
         if upgrade:  # ignored; but the parser takes what follows for another protocol
             self.cycle.keep_alive = False
 

@@ -8,7 +8,7 @@ copies. The parser sees nothing of it: when the body has come, a new one goes on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol as Interface
 
 from starlette.requests import ClientDisconnect
@@ -38,7 +38,7 @@ class Connection(Interface):
 
 
 class Incoming(asyncio.BufferedProtocol):
-    """The body of one request, of `length` bytes as announced. `stream` it once, or not at all."""
+    """The body of one request, of `length` bytes as announced. Take it once, or not at all."""
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle, length: int) -> None:
         self.length = length
@@ -47,11 +47,26 @@ class Incoming(asyncio.BufferedProtocol):
         self._target = memoryview(b"")
         self._filled = 0
         self._awaited: asyncio.Future[None] | None = None
+        self.on_left: Callable[[], None] | None = None  # called when the client is gone
+
+    @property
+    def left(self) -> bool:
+        """Whether the client is gone."""
+        return self._cycle.disconnected
 
     @property
     def received(self) -> int:
-        """Bytes that were streamed."""
+        """Bytes that were taken."""
         return self._filled
+
+    def whole(self) -> bytes | None:
+        """All of the body, where it came with the head."""
+        cycle = self._cycle
+        if cycle.more_body or len(cycle.body) != self.length:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        self._filled = self.length
+        return body
 
     async def stream(self, target: memoryview) -> AsyncGenerator[memoryview, None]:
         """Fill a writable target of `length` bytes; its pieces as they fill. No more is read than
@@ -97,6 +112,11 @@ class Incoming(asyncio.BufferedProtocol):
         """Reading is stopped then: loops ask a protocol how it receives when reading begins."""
         self._connection.flow.pause_reading()
         self._connection.transport.set_protocol(protocol)  # type: ignore[arg-type]
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        if self.on_left is not None:
+            self.on_left()
 
     def _wake(self) -> None:
         if self._awaited is not None and not self._awaited.done():

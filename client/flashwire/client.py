@@ -10,15 +10,17 @@ import inspect
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 
 from flashwire import operations, wire
 from flashwire._version import __version__
+from flashwire.connecting import Endpoint
 from flashwire.core import Operation, Policy, Request, Response, converse
 from flashwire.errors import (
     ConnectionLost,
@@ -27,10 +29,11 @@ from flashwire.errors import (
     TransportTimeout,
     UnexpectedReply,
 )
+from flashwire.transport import Content
+from flashwire.transport.blocking import REPLY
 
 P = ParamSpec("P")
 T = TypeVar("T")
-CHUNK = 256 * 1024  # httpx is quadratic in the size of one bytes object, and linear in pieces
 _CONNECT = 10.0  # seconds
 _GRACE = 10.0  # seconds beyond its deadline in which a server may still say that it has passed
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
@@ -77,7 +80,7 @@ def _awaited(
 class Client:
     """A flashwire server, blocking. Safe to share between threads. Close it, or use `with`.
 
-    url       "http://host:8000"
+    url       "http://host:8000", or "unix:///run/flashwire.sock" for a server on this machine
     api_key   sent as a bearer token
     timeout   seconds the server may take for queue and compute, retries included; None for its own
               limit. Every method takes another for itself
@@ -96,9 +99,10 @@ class Client:
         retries: int = 3,
         http: httpx.Client | None = None,
     ) -> None:
-        self._url = _checked_url(url)
+        self._endpoint = Endpoint.of(url)
+        self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
-        self._http = http if http is not None else httpx.Client()
+        self._http = http if http is not None else self._endpoint.client()
         self._owned = http is None
 
     attention = _blocking(operations.attention)
@@ -129,7 +133,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Client({self._url!r})"
+        return f"Client({self._endpoint.url!r})"
 
     def _run(self, operation: Operation[T]) -> T:
         steps = converse(operation, self._policy)
@@ -147,14 +151,19 @@ class Client:
 
     def _send(self, request: Request) -> Response | ConnectionLost:
         _refuse_closed(self._http)
-        content = _chunks(request) if request.size > CHUNK else b"".join(request.body)
         try:
-            with self._http.stream(content=content, **_arguments(self._url, request)) as reply:
+            reply = self._http.send(_built(self._http, self._endpoint, request), stream=True)
+            try:
                 body = _Body(reply)
-                for chunk in reply.iter_bytes():
-                    body.add(chunk)
+                if body.stream is not None:
+                    body.stream.fill(body.rest)
+                else:
+                    for chunk in reply.iter_bytes():
+                        body.add(chunk)
+            finally:
+                reply.close()
         except httpx.HTTPError as exc:
-            return _lost(self._url, exc)
+            return _lost(self._endpoint.url, exc)
         return body.response()
 
 
@@ -170,9 +179,10 @@ class AsyncClient:
         retries: int = 3,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self._url = _checked_url(url)
+        self._endpoint = Endpoint.of(url)
+        self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
-        self._http = http if http is not None else httpx.AsyncClient()
+        self._http = http if http is not None else self._endpoint.async_client()
         self._owned = http is None
 
     attention = _awaited(operations.attention)
@@ -203,7 +213,7 @@ class AsyncClient:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"AsyncClient({self._url!r})"
+        return f"AsyncClient({self._endpoint.url!r})"
 
     async def _run(self, operation: Operation[T]) -> T:
         import anyio  # comes with httpx, which also imports it late
@@ -223,21 +233,28 @@ class AsyncClient:
 
     async def _send(self, request: Request) -> Response | ConnectionLost:
         _refuse_closed(self._http)
-        content = _async_chunks(request) if request.size > CHUNK else b"".join(request.body)
         try:
-            async with self._http.stream(
-                content=content, **_arguments(self._url, request)
-            ) as reply:
+            reply = await self._http.send(_built(self._http, self._endpoint, request), stream=True)
+            try:
                 body = _Body(reply)
-                async for chunk in reply.aiter_bytes():
-                    body.add(chunk)
+                if body.stream is not None:
+                    await body.stream.fill(body.rest)
+                else:
+                    async for chunk in reply.aiter_bytes():
+                        body.add(chunk)
+            finally:
+                await reply.aclose()
         except httpx.HTTPError as exc:
-            return _lost(self._url, exc)
+            return _lost(self._endpoint.url, exc)
         return body.response()
 
 
 class _Body:
-    """A reply's body as it arrives: into one buffer, when its size is known."""
+    """A reply's body as it arrives: into one buffer, when its size is known.
+
+    stream   what can receive it straight into `rest`, which is then all of the buffer; None for a
+             transport other than ours
+    """
 
     def __init__(self, reply: httpx.Response) -> None:
         self._reply = reply
@@ -245,12 +262,21 @@ class _Body:
         encoded = "content-encoding" in reply.headers
         self._size = None if length is None or encoded else int(length)
         try:
-            self._buffer = np.empty(self._size or 0, np.uint8)
+            self._buffer = _aligned(self._size or 0)
         except (MemoryError, ValueError):
             claim = f"the reply claims {length} bytes, more than there is memory for"
             raise UnexpectedReply(claim, reply.status_code) from None
         self._filled = 0
         self._chunks: list[bytes] = []
+        stream = reply.extensions.get(REPLY)
+        whole = stream is not None and stream.length == self._size
+        self.stream: Any = stream if whole and self._size is not None else None
+
+    @property
+    def rest(self) -> memoryview:
+        """All of the buffer, to be filled."""
+        self._filled = len(self._buffer)
+        return self._buffer.data
 
     def add(self, chunk: bytes) -> None:
         if self._size is None:
@@ -261,20 +287,17 @@ class _Body:
         self._filled = end
 
     def response(self) -> Response:
+        body = self._buffer[: self._filled]
         if self._size is None:
-            self._buffer = np.frombuffer(b"".join(self._chunks), np.uint8)
-        return Response(self._reply.status_code, self._reply.headers, self._buffer)
+            body = np.frombuffer(b"".join(self._chunks), np.uint8)
+        return Response(self._reply.status_code, self._reply.headers, body)
 
 
-def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    try:
-        port_fits = parts.port != 0
-    except ValueError:
-        port_fits = False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits:
-        raise ValueError(f"url must be http://host:port or https://host:port, got {url!r}")
-    return url.rstrip("/")
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """A buffer that begins where payloads, which are aligned in a message, are so in memory."""
+    buffer = np.empty(nbytes + wire.ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % wire.ALIGNMENT
+    return buffer[start : start + nbytes]
 
 
 def _refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
@@ -295,28 +318,25 @@ def _policy(api_key: str | None, timeout: float | None, retries: int) -> Policy:
     return Policy(timeout=timeout, retries=retries, headers=headers)
 
 
-def _arguments(url: str, request: Request) -> dict[str, Any]:
-    headers = dict(request.headers)
+def _built(
+    http: httpx.Client | httpx.AsyncClient, endpoint: Endpoint, request: Request
+) -> httpx.Request:
+    headers, body = dict(request.headers), Content(request.body)
+    content: Any = None
     if request.body:
         headers["content-length"] = str(request.size)
+        content = aiter(body) if isinstance(http, httpx.AsyncClient) else iter(body)
     wait = None if request.deadline is None else request.deadline + _GRACE
-    return {
-        "method": request.method,
-        "url": url + request.path,
-        "headers": headers,
-        "timeout": httpx.Timeout(wait, connect=_CONNECT),
-    }
-
-
-def _chunks(request: Request) -> Iterator[bytes]:
-    for buffer in request.body:
-        for start in range(0, len(buffer), CHUNK):
-            yield cast("bytes", buffer[start : start + CHUNK])  # a view: httpx sends it as it is
-
-
-async def _async_chunks(request: Request) -> AsyncIterator[bytes]:
-    for chunk in _chunks(request):
-        yield chunk
+    built = http.build_request(
+        request.method,
+        endpoint.base + request.path,
+        headers=headers,
+        content=content,
+        timeout=httpx.Timeout(wait, connect=_CONNECT),
+    )
+    if content is not None:
+        built.stream = body  # what httpx made of it, our transport could not tell from others
+    return built
 
 
 def _lost(url: str, exc: httpx.HTTPError) -> ConnectionLost:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwire.errors import FlashwireError, Invalid
-from flashwire.wire import ITEM_SIZE, OFFSETS, Header, TensorRef, nearest
+from flashwire.wire import ALIGNMENT, ITEM_SIZE, OFFSETS, Header, TensorRef, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ _ALIASES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "f
 _CODES = {
     "bool": "?", "float16": "f2", "float32": "f4", "float64": "f8", "int32": "i4", "int64": "i8",
 }  # fmt: skip
+_SMALL = 64 * 1024  # bytes
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -82,16 +83,35 @@ def pack(name: str, value: Array, dtype: str | None = None) -> Payload:
 
 
 def unpack(ref: TensorRef, body: npt.NDArray[np.uint8], home: Home) -> Array:
-    """A tensor of a message as an array that is writable and owns its memory."""
+    """A tensor of a message as an array that is writable and nobody else's.
+
+    A large one is the very bytes of the body, if these can be written and lie aligned; a small one
+    is copied, so that whoever keeps it does not keep the body with it.
+    """
+    flat = _in_place(ref, body)
     if home is None:
+        if flat is not None:
+            return flat.view(numpy_dtype(ref.dtype)).reshape(ref.shape)
         array = np.empty(ref.shape, numpy_dtype(ref.dtype))
         _fill(array.reshape(-1).view(np.uint8), ref, body)
         return array
     torch = sys.modules["torch"]
-    tensor = torch.empty(ref.shape, dtype=getattr(torch, ref.dtype))
+    kind = getattr(torch, ref.dtype)
+    if flat is not None:
+        return torch.from_numpy(flat).view(kind).reshape(ref.shape).to(home)
+    tensor = torch.empty(ref.shape, dtype=kind)
     if ref.segments:
         _fill(tensor.reshape(-1).view(torch.uint8).numpy(), ref, body)
     return tensor.to(home)
+
+
+def _in_place(ref: TensorRef, body: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8] | None:
+    """A tensor's bytes where they lie in the body, if they can be an array there."""
+    if ref.nbytes < _SMALL or len(ref.segments) != 1 or not body.flags.writeable:
+        return None
+    offset, length = ref.segments[0]
+    flat = body[offset : offset + length]
+    return None if flat.ctypes.data % ALIGNMENT else flat
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -1,0 +1,76 @@
+"""From a URL to an httpx client: what goes through our own transport, and what through httpx's."""
+
+from __future__ import annotations
+
+import select
+import socket
+import urllib.request
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from flashwire.transport import Transport
+
+_UNIX = "unix://"
+# What our transport is made of; Windows lacks both.
+_SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(select, "poll")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server is. `base` is what HTTP is told, `uds` the path of a unix socket."""
+
+    url: str
+    base: str
+    uds: str | None = None
+
+    @classmethod
+    def of(cls, url: str) -> Endpoint:
+        """Raises ValueError."""
+        if url.startswith(f"{_UNIX}/") and not url.endswith("/"):
+            return cls(url, "http://localhost", url.removeprefix(_UNIX))
+        parts = urlsplit(url)
+        try:
+            port_fits = parts.port != 0
+        except ValueError:
+            port_fits = False
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits:
+            raise ValueError(
+                f"url must be http://host:port, https://host:port or unix:///path, got {url!r}"
+            )
+        return cls(url.rstrip("/"), url.rstrip("/"))
+
+    def client(self) -> httpx.Client:
+        """An httpx client for this server."""
+        if self._stock:
+            return httpx.Client(transport=httpx.HTTPTransport(uds=self.uds) if self.uds else None)
+        return httpx.Client(transport=Transport(uds=self.uds))
+
+    def async_client(self) -> httpx.AsyncClient:
+        """The same for async code."""
+        from flashwire.transport.aio import AsyncTransport  # loads asyncio
+
+        if self._stock:
+            stock = httpx.AsyncHTTPTransport(uds=self.uds) if self.uds else None
+            return httpx.AsyncClient(transport=stock)
+        return httpx.AsyncClient(transport=AsyncTransport(uds=self.uds))
+
+    def refuse_other(self, http: httpx.Client | httpx.AsyncClient | None) -> None:
+        """A client of the caller's own knows itself where it connects to."""
+        if http is not None and self.uds is not None:
+            raise ValueError(
+                "a unix socket is reached by `http`'s own transport: make that of the socket, "
+                "and give http://localhost as url"
+            )
+
+    @property
+    def _stock(self) -> bool:
+        """Whether httpx's transport has to do: for a proxy that the environment names."""
+        if not _SUPPORTED:
+            return True
+        if self.uds is not None:
+            return False
+        parts, proxies = urlsplit(self.base), urllib.request.getproxies()
+        proxied = proxies.get(parts.scheme) or proxies.get("all")
+        return bool(proxied) and not urllib.request.proxy_bypass(parts.hostname or "")

@@ -1,6 +1,6 @@
 """A real service under mixed traffic while its processes are killed, stopped and starved.
 
-    python bench/chaos.py --seconds 120 [--users 16] [--every 4] [--seed 0]
+    python bench/chaos.py --seconds 120 [--users 16] [--every 3] [--seed 0]
 
 Asked are good, bad, slow, abandoned, huge and tiny requests over many connections, and every reply
 is checked. Every few seconds a worker or a front end is killed, a worker stopped, or left without
@@ -184,7 +184,7 @@ def _arguments() -> argparse.Namespace:
         "--seconds", type=float, default=120.0, help="of disturbed traffic, at least"
     )
     parser.add_argument("--users", type=int, default=16)
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between disturbances")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between disturbances")
     parser.add_argument(
         "--cover",
         type=int,

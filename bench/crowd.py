@@ -16,7 +16,7 @@ from multiprocessing.synchronize import Event
 
 from load.connection import Connection, Request
 from load.service import Service
-from load.timing import Others, attention, latencies
+from load.timing import Latency, Others, attention, latencies, told
 
 SIZE = (8, 256, 64)  # heads, length, dim of the good request
 SLOW_SIZE = (8, 1024, 64)  # 6 MiB
@@ -27,8 +27,8 @@ ROUNDS = 3
 
 def main(chosen: argparse.Namespace) -> int:
     request = attention(*SIZE)
-    alone: list[float] = []
-    crowded: list[float] = []
+    alone: list[Latency] = []
+    crowded: list[Latency] = []
     with Service() as service:
         service.wait_whole()
         where = service.host, service.port
@@ -37,16 +37,20 @@ def main(chosen: argparse.Namespace) -> int:
             alone += latencies(*where, request, chosen.times, PAUSE_S)
             with Others(crowd, *where, chosen.slow, chosen.idle):
                 crowded += latencies(*where, request, chosen.times, PAUSE_S)
-    before, among = (1000 * statistics.median(found) for found in (alone, crowded))
-    print(
-        f"a good request: {before:.2f} ms alone, {among:.2f} ms among {chosen.slow} slow uploads "
-        f"and {chosen.idle} idle connections: {among / before:.2f} times (limit {chosen.limit:g})"
-    )
+    print(f"a good request alone: {told(alone)}")
+    print(f"among {chosen.slow} slow uploads and {chosen.idle} idle connections: {told(crowded)}")
+    before, among = (statistics.median(one.whole for one in found) for found in (alone, crowded))
+    print(f"{among / before:.2f} times its median (limit {chosen.limit:g})")
     return int(among > chosen.limit * before)
 
 
-async def crowd(ready: Event, host: str, port: int, slow: int, idle: int) -> None:
-    """Until killed. Every other idle connection has asked for something before."""
+def crowd(ready: Event, host: str, port: int, slow: int, idle: int) -> None:
+    """Until killed."""
+    asyncio.run(_crowd(ready, host, port, slow, idle))
+
+
+async def _crowd(ready: Event, host: str, port: int, slow: int, idle: int) -> None:
+    """Every other idle connection has asked for something before."""
     kept = [await Connection.open(host, port) for _ in range(idle)]
     for connection in kept[::2]:
         await connection.send(Request(method="GET", path="/healthz").whole())

@@ -15,4 +15,5 @@ tally.py         outcomes, latencies and violations, counted and printed
 traffic.py       a user: what is asked, how, and what counts as a violation
 users.py         many of them
 timing.py        one caller timed while others press
+flood.py         callers who ask without pause, cheaply
 """

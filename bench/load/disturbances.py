@@ -27,11 +27,12 @@ _NOTED: dict[str, Kind] = {
     "worker short of memory": "short of memory",
     "worker short of descriptors": "short of descriptors",
 }  # fmt: skip
-# Of a round; the first in this order, each further one in another. What takes longest comes first.
+# Of the first round, in this order; what takes longest comes first.
 _KINDS = (
     "front stopped", "worker killed", "worker stopped", "front killed", "worker short of memory",
     "worker short of descriptors",
 )  # fmt: skip
+_OFTEN = ("worker killed", "worker stopped")  # in further rounds twice, and all in another order
 _GONE = (FileNotFoundError, ProcessLookupError)
 _PATIENCE_S = 180.0  # for a process to be there
 
@@ -74,6 +75,7 @@ class Disturbances:
                 while not await self._do(what, await self._victim(what)):
                     pass
             self.all_done.set()
+            order = [*_KINDS, *_OFTEN]
             self._random.shuffle(order)
 
     async def _victim(self, what: str) -> int:

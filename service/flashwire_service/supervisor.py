@@ -262,6 +262,8 @@ class Supervisor:
                 continue
             if (code := place.child.exit_code) is not None:
                 self._bury(place, place.child, code, now)
+            elif place.hung:
+                continue  # killed, and about to end
             elif now >= self._trust_from and (complaint := place.complaint(now)):
                 self._log.error("hung", child=place.name, pid=place.child.pid, why=complaint)
                 place.hung = True

@@ -15,5 +15,6 @@ tally.py         outcomes, latencies and violations, counted and printed
 traffic.py       a user: what is asked, how, and what counts as a violation
 users.py         many of them
 timing.py        one caller timed while others press
+machine.py       what else the machine does meanwhile
 flood.py         callers who ask without pause, cheaply
 """

@@ -46,7 +46,8 @@ def family(supervisor: int) -> list[Process]:
 
 def children(pid: int) -> list[int]:
     """Dead ones that nobody has buried included."""
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def use_of(pid: int) -> Use:

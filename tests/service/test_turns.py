@@ -64,6 +64,28 @@ async def test_alone_nobody_waits() -> None:
     turns.leave("me")
 
 
+async def test_one_piece_passes_in_a_turn_of_the_loop() -> None:
+    """Also when all are of one owner."""
+    senders = Senders(one=30)
+    await senders.until("one", 30)
+    before = senders.done["one"]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert 15 <= senders.done["one"] - before <= 20
+    await senders.close()
+
+
+def test_pieces_are_large_while_one_body_comes_alone() -> None:
+    turns = Turns()
+    turns.enter("a")
+    alone = turns.most
+    for other in ("a", "b"):
+        turns.enter(other)
+        assert turns.most <= alone / 8
+        turns.leave(other)
+    assert turns.most == alone
+
+
 async def test_who_does_not_send_keeps_nobody() -> None:
     senders = Senders(busy=2)
     senders.turns.enter("silent")

@@ -70,7 +70,7 @@ async def _read(
         store, pieces = _Store(), request.stream()
     else:
         store = placed = _Placed(buffers, direct.length)
-        pieces = direct.stream(placed.target)
+        pieces = direct.stream(placed.target, upload.most)
     try:
         if whole is not None:
             store.add(whole)

@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 KEY = "flashwire.incoming"  # of the ASGI scope
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_AT_ONCE = 4 * 2**20  # bytes that are read in one go, during which the loop does nothing else
 
 
 class Connection(Interface):
@@ -46,6 +45,7 @@ class Incoming(asyncio.BufferedProtocol):
         self._cycle = cycle
         self._target = memoryview(b"")
         self._filled = 0
+        self._most: Callable[[], int]
         self._awaited: asyncio.Future[None] | None = None
         self.on_left: Callable[[], None] | None = None  # called when the client is gone
 
@@ -68,15 +68,18 @@ class Incoming(asyncio.BufferedProtocol):
         self._filled = self.length
         return body
 
-    async def stream(self, target: memoryview) -> AsyncGenerator[memoryview, None]:
-        """Fill a writable target of `length` bytes; its pieces as they fill. No more is read than
-        was asked for. Close it, when it is not exhausted: only then nothing writes there any more.
+    async def stream(
+        self, target: memoryview, most: Callable[[], int]
+    ) -> AsyncGenerator[memoryview, None]:
+        """Fill a writable target of `length` bytes; its pieces as they fill, each of `most()` bytes
+        at most. No more is read than was asked for. Close it, when it is not exhausted: only then
+        nothing writes there any more.
 
         Raises ClientDisconnect.
         """
         cycle, seen = self._cycle, 0
         parsed, cycle.body = cycle.body, bytearray()
-        self._target, self._filled = target, len(parsed)
+        self._target, self._filled, self._most = target, len(parsed), most
         target[: len(parsed)] = parsed
         if self._filled < self.length and not cycle.disconnected:
             self._take_over()
@@ -125,7 +128,7 @@ class Incoming(asyncio.BufferedProtocol):
     # asyncio.BufferedProtocol, while the body comes
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._target[self._filled : self._filled + _AT_ONCE]
+        return self._target[self._filled : self._filled + self._most()]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes

@@ -1,10 +1,11 @@
-"""Whose body is received next, where several owners send at once.
+"""Whose body is received next, where several come at once.
 
 Receiving is work for the one thread of a front end. Left alone it reads whatever has come, so an
 owner with thirty connections would get thirty times what one with a single connection gets. Here
 each piece of a body asks for its turn before the next is read: the owner with the fewest bytes so
-far is next. Who waits is not read on, and TCP holds the sender up. While one owner alone sends,
-nobody waits.
+far is next. Who waits is not read on, and TCP holds the sender up. Between two pieces the event
+loop comes to everything else, replies included: so they are small, and one a turn of the loop,
+whosever they are. A body that comes alone does not wait, and its pieces are large.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 # at once; a sender who was served longer ago than that is slow.
 _LOOKS = 8
 _JUST_S = 0.02
+_ALONE, _AMONG_OTHERS = 4 * 2**20, 2**19  # bytes of a piece
 
 
 @dataclass(slots=True)
@@ -52,10 +54,20 @@ class Turns:
         elif not sender.bodies and sender.used <= self._now:
             del self._senders[owner]
 
+    @property
+    def most(self) -> int:
+        """Bytes that the next piece of a body may have."""
+        return _ALONE if self._alone else _AMONG_OTHERS
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one body at most."""
+        return sum(sender.bodies for sender in self._senders.values()) <= 1
+
     async def turn(self, owner: str, nbytes: int) -> None:
         """Wait until this owner may go on, after so many bytes more."""
         sender = self._senders[owner]
-        if sum(bool(other.bodies) for other in self._senders.values()) == 1:
+        if self._alone:
             sender.used += nbytes
             self._now = max(self._now, sender.used)
             return

@@ -126,6 +126,10 @@ class Upload:
             await self._uploads.room(more, more, begun=True)
             self._held = size
 
+    def most(self) -> int:
+        """Bytes that may be read of it before the next `turn`."""
+        return self._uploads.turns.most
+
     async def turn(self, nbytes: int) -> None:
         """Wait until its owner may go on, after so many bytes more."""
         await self._uploads.turns.turn(self._owner, nbytes)

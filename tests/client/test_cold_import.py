@@ -16,7 +16,10 @@ class Block:
 
 sys.meta_path.insert(0, Block())
 """
-OPTIONAL = ("torch", "ml_dtypes", "triton", "fastapi", "uvicorn", "pydantic", "prometheus_client")
+OPTIONAL = (
+    "torch", "transformers", "jax", "ml_dtypes", "triton", "fastapi", "uvicorn", "pydantic",
+    "prometheus_client",
+)  # fmt: skip
 OURS = ("flashwire_kernels", "flashwire_service")
 
 
@@ -89,14 +92,16 @@ def test_the_version_is_the_distributions() -> None:
     assert flashwire.__version__ == version("flashwire")
 
 
-def test_torch_that_is_missing_says_so() -> None:
+@pytest.mark.parametrize("name", ["torch", "transformers", "jax"])
+def test_what_is_missing_says_so(name: str) -> None:
     out = run(
-        """
+        f"""
         try:
-            import flashwire.torch
+            import flashwire.{name}
         except ImportError as exc:
             print(exc)
         """,
-        blocked=("torch",),
+        blocked=(name,),
     )
-    assert out == "flashwire.torch needs torch: pip install 'flashwire[torch]'\n"
+    assert out.startswith(f"flashwire.{name} needs ")
+    assert out.endswith(f": pip install 'flashwire[{name}]'\n")

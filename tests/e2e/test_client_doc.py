@@ -40,6 +40,16 @@ def test_the_python_runs(server: Any) -> None:
     assert said[6].endswith("within budget")
 
 
+def test_the_python_of_transformers_md_runs(server: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    session = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)
+    names: dict[str, Any] = {}
+    exec(session, names)  # noqa: S102  # here, where transformers and JAX are loaded once
+    names["client"].close()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_run(
     server: Any, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # torch==X takes the CPU build where one is at hand; a range would pull gigabytes of CUDA libraries.
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test test-long audit fuzz check format serve clean
+.PHONY: demo test test-long audit audit-oldest fuzz check format serve clean
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
@@ -22,6 +22,15 @@ test-long: $(STAMP)
 
 audit: $(STAMP)
 	$(BIN)/python bench/audit.py $(ARGS)
+
+# The same kernels through the oldest Triton that pyproject.toml allows: do they compile?
+OLDEST := 3.6.0
+audit-oldest: $(STAMP) build/triton-$(OLDEST)
+	PYTHONPATH="build/triton-$(OLDEST):$(PYTHONPATH)" \
+		$(BIN)/python bench/audit.py --compile-only $(ARGS)
+
+build/triton-$(OLDEST):
+	$(BIN)/python -m pip install -q --no-deps --target $@ triton==$(OLDEST)
 
 # A million bodies take half an hour: `make fuzz N=20000` for a minute of it.
 N ?= 1000000

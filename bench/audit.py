@@ -4,6 +4,7 @@
     python bench/audit.py --arch sm_90 --pass forward --dim 64 128 --width half --plain --opcodes
     python bench/audit.py "sm_90 forward half d* causal" "gfx942 *"
     python bench/audit.py --write-budget
+    python bench/audit.py --compile-only                      with the Triton that Python finds
 
 Exits with 1 when a kernel breaks a rule; docs/performance.md tells the rules and what is counted.
 The kernels are those of the flashwire_kernels that Python finds.
@@ -17,28 +18,50 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeVar
+
+import triton
 
 from auditing import budget, table
-from auditing.cases import ARCHES, DIMS, DTYPES, VARIANTS, Case, cases
-from auditing.compiling import DoesNotCompile
+from auditing.cases import ARCHES, DIMS, DTYPES, VARIANTS, Case, calls, cases
+from auditing.compiling import DoesNotCompile, build
 from auditing.figures import Kernel, measure
 from auditing.judging import violations
 from flashwire_kernels.fused.config import PASSES
 
 BUDGET = Path(__file__).parent / "audit_budget.toml"
 
+Found = TypeVar("Found")
+
 
 def main() -> int:
     chosen = _arguments()
     asked = [case for case in cases() if _asked_for(case, chosen)]
+    print(f"triton {triton.__version__}")
+    return (_compile_only if chosen.compile_only else _audit)(asked, chosen)
+
+
+def _compile_only(asked: list[Case], chosen: argparse.Namespace) -> int:
+    refused, kernels = [], 0
+    for case, found in _each(asked, _compiled, chosen.jobs):
+        if isinstance(found, str):
+            print(f"{case}: does not compile: {found}", flush=True)
+            refused.append(case)
+        else:
+            kernels += found
+    print(f"{kernels} kernels of {len(asked) - len(refused)} cases compile, {len(refused)} do not")
+    return bool(refused)
+
+
+def _audit(asked: list[Case], chosen: argparse.Namespace) -> int:
     allowed = budget.read(chosen.budget)
     kernels, wrong = [], []
     print(table.head(asked))
-    for case, found in _measured(asked, chosen.jobs):
+    for case, found in _each(asked, _measured, chosen.jobs):
         if isinstance(found, str):
             wrong.append(f"{case}: does not compile: {found}")
             continue
@@ -63,22 +86,33 @@ def _say(what: str, found: list[str]) -> None:
         print(f"  {text}")
 
 
-def _measured(asked: list[Case], jobs: int) -> Iterator[tuple[Case, list[Kernel] | str]]:
-    """In the order asked; in place of kernels, why they do not compile."""
+def _each(
+    asked: list[Case], attempt: Callable[[Case], Found], jobs: int
+) -> Iterator[tuple[Case, Found]]:
+    """In the order asked."""
     if jobs == 1:
-        yield from zip(asked, map(_attempt, asked), strict=True)
+        yield from zip(asked, map(attempt, asked), strict=True)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         try:
-            yield from zip(asked, pool.map(_attempt, asked), strict=True)
+            yield from zip(asked, pool.map(attempt, asked), strict=True)
         finally:
             pool.shutdown(cancel_futures=True)  # else, after an interrupt, it would do the rest
 
 
-def _attempt(case: Case) -> list[Kernel] | str:
+def _measured(case: Case) -> list[Kernel] | str:
+    """The kernels of a case, or why one of them does not compile."""
     try:
         return measure(case)
+    except DoesNotCompile as error:
+        return str(error)
+
+
+def _compiled(case: Case) -> int | str:
+    """How many kernels a case has, or why one of them does not compile."""
+    try:
+        return len([build(call, case.arch) for call in calls(case)])
     except DoesNotCompile as error:
         return str(error)
 
@@ -113,7 +147,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--opcodes", action="store_true", help="of each steady loop, counted")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="in place of the repository's")
-    parser.add_argument("--write-budget", action="store_true", help="allow what is measured")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--write-budget", action="store_true", help="allow what is measured")
+    either.add_argument("--compile-only", action="store_true", help="and judge nothing else")
     return parser.parse_args()
 
 

@@ -165,6 +165,12 @@ def is_main(call: Call, kind: Pass) -> bool:
     return kernel_name(call) == f"{kind}_kernel"
 
 
+def writes(call: Call) -> tuple[bool, bool]:
+    """Whether a launch of the keys kernel writes dk, and dv."""
+    given = dict(zip(call.kernel.arg_names, call.positional, strict=False))
+    return given["dk"] is not None, given["dv"] is not None
+
+
 def _backward(case: Case, problem: Problem, x: Inputs) -> None:
     every = case.variant.modified
     out = x.q.new_empty((*x.q.shape[:-1], problem.dim_v))

@@ -47,6 +47,12 @@ class Compiled:
     seconds: float | None
 
 
+def build(call: Call, arch: str) -> Any:
+    """Triton's own object. Raises DoesNotCompile."""
+    with own_words():
+        return triton.compile(source(call, arch), target=_target(arch), options=call.config.options)
+
+
 def compile_call(call: Call, arch: str) -> Compiled:
     """Raises DoesNotCompile."""
     seconds: list[float | None] = []
@@ -55,10 +61,8 @@ def compile_call(call: Call, arch: str) -> Compiled:
         stages = sum(microseconds for _, microseconds in times.lowering_stages)
         seconds.append(None if cache_hit else (times.ir_initialization + stages) / 1e6)
 
-    with mock.patch.object(knobs.compilation, "listener", listen), own_words():
-        found = triton.compile(
-            source(call, arch), target=_target(arch), options=call.config.options
-        )
+    with mock.patch.object(knobs.compilation, "listener", listen):
+        found = build(call, arch)
     read = _read_hip if arch.startswith("gfx") else _read_cuda
     return Compiled(*read(found.asm), found.metadata.shared, seconds[0])
 

@@ -5,6 +5,7 @@ Written for what nvdisasm prints (SASS) and for the assembly that LLVM writes fo
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ _AMD = re.compile(r"\t([a-z]\w+)\s*([^;]*)")
 
 _ENDS = ("EXIT", "RET", "BRX", "s_endpgm", "s_setpc")
 _MATRIX = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "v_mfma")
+_HMMA = re.compile(r"HMMA\.(16)(8)(16|8|4)\b")
+_SHAPED = re.compile(r"(?:HGMMA\.|v_mfma_f32_)(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 _ASYNCHRONOUS = ("LDGSTS", "UTMALDG")
 _MULTIPLY_ADDS = ("FFMA", "HFMA2", "v_fma_f", "v_fmac_f", "v_pk_fma_f", "v_dot2")
 
@@ -52,6 +55,19 @@ class Instruction:
         return self.name.startswith(_MATRIX)
 
     @property
+    def products(self) -> float:
+        """Multiply-adds of a warp's share in a matrix instruction: HGMMA's are of four warps. NaN
+        where the name does not tell the shape (Blackwell), 0 of other instructions.
+        """
+        if not self.matrix:
+            return 0
+        shape = _HMMA.match(self.name) or _SHAPED.match(self.name)
+        if shape is None:
+            return math.nan
+        sides = math.prod(int(side) for side in shape.groups() if side)
+        return sides / 4 if self.opcode == "HGMMA" else sides
+
+    @property
     def scalar(self) -> bool:
         """Whether AMD's scalar unit takes it, beside a vector instruction of another wave."""
         return self.name.startswith("s_")
@@ -62,7 +78,8 @@ class Instruction:
 
     @property
     def multiply_add(self) -> bool:
-        return self.name.startswith(_MULTIPLY_ADDS)
+        """Of numbers: one of nothing but zeros and a constant brings that into a register."""
+        return self.name.startswith(_MULTIPLY_ADDS) and "-RZ, RZ" not in self.operands
 
     @property
     def asynchronous(self) -> bool:

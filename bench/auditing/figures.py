@@ -7,15 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from auditing.bounds import CARDS, Bound, Card, bound
-from auditing.cases import Case, calls, is_main, kernel_name
+from auditing.cases import Case, calls, is_main, kernel_name, writes
 from auditing.compiling import compile_call
 from auditing.disassembly import Instruction, parse
 from auditing.loops import Steady, steady_loop
 from flashwire_kernels.fused.arguments import padded
 from flashwire_kernels.fused.call import Call
 
-_PRODUCTS = {"forward": (1, 1), "decode": (1, 1), "keys": (2, 2), "queries": (2, 1)}
-"""Products of a tile whose inner or outer dimension is that of q, and that of v."""
+_PRODUCTS = {"forward": (1, 1), "decode": (1, 1), "queries": (2, 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +28,8 @@ class Loop:
     scores         of a tile, those that fall to a thread
     selects        choices between numbers, NaN tests of a conversion left out
     compares       comparisons and choices of integers
+    products       of those that a tile takes, the part that matrix instructions do; NaN where
+                   their names do not tell
     multiply_adds  on ordinary lanes
     loads          of a word (4 bytes) from global memory into registers
     other_loads    of more or less
@@ -44,6 +45,7 @@ class Loop:
     scores: float
     selects: int
     compares: int
+    products: float
     multiply_adds: int
     loads: int
     other_loads: int
@@ -61,11 +63,12 @@ class Loop:
 class Kernel:
     """registers and spilled bytes of a thread, shared bytes of a block; seconds of compilation,
     None where Triton's cache had the result; loop of the kernel a pass is named for, None where
-    none was found.
+    none was found. part: which of several launches of that kernel, "" of the only one.
     """
 
     case: Case
     name: str
+    part: str
     main: bool
     launched: str
     registers: int
@@ -75,7 +78,7 @@ class Kernel:
     loop: Loop | None
 
     def __str__(self) -> str:
-        return str(self.case) if self.main else f"{self.case} {self.name}"
+        return " ".join([str(self.case), self.part if self.main else self.name]).rstrip()
 
 
 def measure(case: Case) -> list[Kernel]:
@@ -88,6 +91,7 @@ def measure(case: Case) -> list[Kernel]:
             Kernel(
                 case=case,
                 name=kernel_name(call),
+                part=_part(call) if main else "",
                 main=main,
                 launched=_launched(call),
                 registers=compiled.registers,
@@ -125,6 +129,7 @@ def read_loop(case: Case, call: Call, listing: str) -> Loop | None:
         scores=scores,
         selects=sum(i.selects for i in body) - sum(i.nan_test for i in body),
         compares=sum(i.compares for i in body),
+        products=_on_matrix_cores(case, call, steady),
         multiply_adds=sum(i.multiply_add for i in body),
         loads=sum(i.load_width == 4 for i in body),
         other_loads=sum(i.load_width not in (0, 4) for i in body),
@@ -137,7 +142,7 @@ def read_loop(case: Case, call: Call, listing: str) -> Loop | None:
 def _bound(case: Case, card: Card, call: Call, steady: Steady) -> Bound:
     m, n = call.constants["M"], call.constants["N"]
     dim, dim_v = (padded(call.constants[name]) for name in ("DIM", "DIM_V"))
-    of_q, of_v = _PRODUCTS[case.kind]
+    of_q, of_v = _products(case, call)
     on_tensor_cores = any(i.matrix for i in steady.body)
     rate: float = card.tensor
     if case.width == "single":
@@ -147,6 +152,29 @@ def _bound(case: Case, card: Card, call: Call, steady: Steady) -> Bound:
     exponentials = sum(i.exponential for i in steady.body) * threads / steady.tiles
     issued = sum(not i.scalar for i in steady.body) * call.config.warps / steady.tiles
     return bound(card, 2 * m * n * (of_q * dim + of_v * dim_v), rate, exponentials, issued)
+
+
+def _on_matrix_cores(case: Case, call: Call, steady: Steady) -> float:
+    """More than 1 where warps repeat each other's products, or a head dimension is padded."""
+    of_q, of_v = _products(case, call)
+    c = call.constants
+    taken = c["M"] * c["N"] * (of_q * c["DIM"] + of_v * c["DIM_V"]) * steady.tiles
+    return sum(i.products for i in steady.body) * call.config.warps / taken
+
+
+def _products(case: Case, call: Call) -> tuple[int, int]:
+    """Products of a tile whose inner or outer dimension is that of q, and that of v."""
+    if case.kind != "keys":
+        return _PRODUCTS[case.kind]
+    dk, dv = writes(call)
+    return 1 + dk, dk + dv
+
+
+def _part(call: Call) -> str:
+    """Where dk and dv have a launch each, which of them this is."""
+    if kernel_name(call) != "keys_kernel":
+        return ""
+    return {(True, False): "dk", (False, True): "dv"}.get(writes(call), "")
 
 
 def opcodes(body: Iterable[Instruction]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from auditing import limits
@@ -43,7 +44,9 @@ def _products(kernel: Kernel, loop: Loop) -> Iterator[str]:
     elif others:
         yield f"multiplies by {', '.join(others)} in place of {wanted}"
     per_score = loop.multiply_adds / (loop.scores * loop.tiles)
-    if per_score > limits.max_multiply_adds(kernel.case):
+    if loop.matrix and loop.products < 1:
+        yield f"multiplies off the matrix cores: {loop.products:.0%} of the products are on them"
+    if math.isnan(loop.products) and per_score > limits.max_multiply_adds(kernel.case):
         yield f"multiplies off the matrix cores: {per_score:.0f} multiply-adds per score"
 
 

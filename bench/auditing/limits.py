@@ -38,5 +38,7 @@ def matrix_name(case: Case) -> str | None:
 
 
 def max_multiply_adds(case: Case) -> float:
-    """Per score, on ordinary lanes. Each product of a tile takes a head dimension of them there."""
+    """Per score, on ordinary lanes, where matrix instructions do not tell how much they do. Each
+    product of a tile takes a head dimension of them there; a modified score takes a dozen.
+    """
     return case.dim / 2

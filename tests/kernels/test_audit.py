@@ -5,6 +5,7 @@ The listings here are in the tools' own notation, cut down to loops of a few ins
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from auditing.bounds import CARDS, bound
 from auditing.budget import Allowance, Budget
 from auditing.cases import calls, cases
 from auditing.compiling import DoesNotCompile, own_words, spilled_bytes
-from auditing.disassembly import parse
+from auditing.disassembly import Instruction, parse
 from auditing.figures import Kernel, read_loop
 from auditing.judging import violations
 from auditing.loops import steady_loop
@@ -29,10 +30,13 @@ BENCH = Path(__file__).parents[2] / "bench"
 SCORES = 16
 """Of the tile that the listings are for: 64x32 by 4 warps."""
 
+PRODUCTS = [
+    *["HGMMA.64x32x16.F32.BF16 R24, R184, gdesc[UR16], RZ, !UPT ;"] * 4,
+    *["HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR20].tnspB, R56, gsb0 ;"] * 2,
+]
 CLEAN = [
     "UTMALDG.4D [UR8], [UR4] ;",
-    "HGMMA.64x32x16.F32.BF16 R24, R184, gdesc[UR16], RZ, !UPT ;",
-    "HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR20].tnspB, R56, gsb0 ;",
+    *PRODUCTS,
     *["FFMA R24, R24, R9, -R8 ;", "MUFU.EX2 R24, R24 ;", "FADD R2, R2, R24 ;"] * SCORES,
     "MUFU.EX2 R7, R7 ;",
     "ISETP.GE.AND P0, PT, R5, R4, PT ;",
@@ -129,7 +133,7 @@ def test_waits_within_do_not_count():
 
 
 def test_what_specialised_warps_do_elsewhere_counts():
-    multiply, softmax = CLEAN[1:3], CLEAN[3:]
+    multiply, softmax = CLEAN[1:7], CLEAN[7:]
     load, rescale = CLEAN[:1], ["LDTM.x64 R4, tmem[UR15] ;", "FMUL R4, R4, R2 ;"]
     parts = [looped(part, str(i)) for i, part in enumerate([load, multiply, rescale, softmax])]
     jump = 'BRX R2 -0x2e0 (*"BRANCH_TARGETS .L_x_0,.L_x_1,.L_x_2,.L_x_3"*);'
@@ -169,10 +173,16 @@ def kernel(listing: str, name: str = "sm_90 forward half d64 dense", **others) -
     precision = case.variant.options.get("precision", "ieee")
     constants = {"M": 64, "N": 32, "DIM": 64, "DIM_V": 64, "PRECISION": precision}
     warps = 2 if case.arch == "gfx942" else 4
-    call = SimpleNamespace(constants=constants, config=SimpleNamespace(warps=warps))
+    launched = SimpleNamespace(__name__=f"{case.kind}_kernel", arg_names=["dk", "dv"])
+    call = SimpleNamespace(
+        kernel=launched,
+        positional=(1, 1),
+        constants=constants,
+        config=SimpleNamespace(warps=warps),
+    )
     given = {
-        "case": case, "name": f"{case.kind}_kernel", "main": True, "launched": "64x32 w4 s2",
-        "registers": 100, "spilled": 0, "shared": 1024, "seconds": None,
+        "case": case, "name": f"{case.kind}_kernel", "part": "", "main": True,
+        "launched": "64x32 w4 s2", "registers": 100, "spilled": 0, "shared": 1024, "seconds": None,
         "loop": read_loop(case, call, listing),
     }  # fmt: skip
     return Kernel(**given | others)
@@ -184,19 +194,45 @@ def plain(*more: str, without: str = "nothing") -> str:
     return sass(looped([*kept, *more], "0"), looped([*MASKED, *more], "1"), "EXIT ;")
 
 
+def blackwell(listing: str) -> str:
+    return re.sub(r"HGMMA\S+", "UTCHMMA", listing)
+
+
 def test_a_clean_kernel_breaks_no_rule():
     found = kernel(plain())
     assert list(violations(found, Allowance())) == []
     assert found.loop.per_score == pytest.approx((3 * SCORES + 4) / SCORES)
-    assert (found.loop.matrix, found.loop.exponentials) == (2, SCORES + 1)
-    assert "HGMMA:2" in table.line(found)
+    assert (found.loop.matrix, found.loop.exponentials) == (6, SCORES + 1)
+    assert "HGMMA:6" in table.line(found)
+
+
+def test_where_names_do_not_tell_the_shape_multiply_adds_are_counted():
+    fresh = ["FFMA R2, R2, R3, R4 ;"] * 31 * SCORES
+    constant = ["HFMA2.MMA R2, -RZ, RZ, 0, 0 ;"] * 2 * SCORES
+    found = kernel(blackwell(plain(*fresh, *constant)), "sm_100 forward half d64 modified")
+    assert list(violations(found, Allowance())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        ("HMMA.16816.F32.BF16", 16 * 8 * 16),
+        ("HMMA.1688.F32.TF32", 16 * 8 * 8),
+        ("HGMMA.64x128x16.F32.BF16", 16 * 128 * 16),
+        ("v_mfma_f32_32x32x8_bf16", 32 * 32 * 8),
+        ("v_mfma_f32_4x4x4_16b_f16", 4 * 4 * 4 * 16),
+        ("FFMA", 0),
+    ],
+)
+def test_a_matrix_instruction_tells_how_much_it_does(name, products):
+    assert Instruction(name, "").products == products
 
 
 def test_an_unrolled_kernel_is_counted_by_the_tile():
     once = kernel(plain()).loop
     unrolled = sass(looped([*CLEAN, *CLEAN], "0"), looped(CLEAN, "1"), "EXIT ;")
     twice = kernel(unrolled).loop
-    assert (twice.tiles, twice.matrix) == (2, 4)
+    assert (twice.tiles, twice.matrix) == (2, 12)
     assert twice.per_score == pytest.approx(once.per_score, abs=0.05)
     assert twice.bound.exponential == once.bound.exponential
     assert twice.bound.issue < once.bound.issue
@@ -219,9 +255,13 @@ def test_an_unrolled_kernel_is_counted_by_the_tile():
             "takes 8.06 instructions per score, 8 allowed",
         ),
         (kernel(plain(without="HGMMA")), "has no matrix instructions"),
+        (kernel(plain(without="HGMMA.64x64x16")), "50% of the products are on them"),
         (
-            kernel(plain(*["FFMA R2, R2, R3, R4 ;"] * 32 * SCORES)),
-            "multiplies off the matrix cores",
+            kernel(
+                blackwell(plain(*["FFMA R2, R2, R3, R4 ;"] * 32 * SCORES)),
+                "sm_100 forward half d64 dense",
+            ),
+            "33 multiply-adds per score",
         ),
         (kernel(plain().replace("HGMMA.64x32x16", "HMMA.16816")), "multiplies by HMMA.16816"),
         (kernel(sass(looped(CLEAN[:3], "0"), "EXIT ;")), "has no loop"),
@@ -244,7 +284,8 @@ def test_only_what_a_case_is_about_is_judged():
 
 
 def test_the_budget_allows_a_backward_what_it_names():
-    found = kernel(plain("LDG.E R4, desc[UR4][R2.64] ;"), "sm_90 keys half d64 dense", spilled=8)
+    listing = plain("LDG.E R4, desc[UR4][R2.64] ;", *PRODUCTS)
+    found = kernel(listing, "sm_90 keys half d64 dense", spilled=8)
     exact = Allowance(per_score=found.loop.per_score, spill=8, loads=1)
     assert list(violations(found, exact)) == []
     for name, less in (("per_score", 3.3), ("spill", 7), ("loads", 0)):
@@ -260,7 +301,7 @@ def test_no_budget_moves_a_limit_of_the_forward():
 def test_a_conversion_to_bfloat16_is_no_mask():
     convert = ["v_cmp_o_f32_e32 vcc, v2, v2", "v_cndmask_b32_e32 v2, v3, v2, vcc"]
     body = [
-        "v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]",
+        *["v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]"] * 16,
         *["v_exp_f32_e32 v1, v2", *convert] * SCORES,
     ]
     name, allowed = "gfx942 forward half d64 dense", Allowance(per_score=10.0)

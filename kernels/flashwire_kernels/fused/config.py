@@ -35,7 +35,6 @@ _WIDTHS = {2: "half", 4: "single"}
 class Config:
     """m queries by n keys, computed by `warps` warps with loads `stages` ahead.
 
-    registers    the most a thread may have, that more blocks fit on a multiprocessor; 0 is no limit
     split        of a decode, how many keys a program takes; m is the number of rows there are
     descriptors  whole tiles come by tensor descriptors (TMA) where the layout allows it
     edge         of a forward, keys at a time in tiles that some rows do not see whole; 0 is n
@@ -50,7 +49,6 @@ class Config:
     n: int
     warps: int = 4
     stages: int = 2
-    registers: int = 0
     split: int = 0
     descriptors: bool = False
     edge: int = 0
@@ -80,8 +78,7 @@ class Config:
     @property
     def options(self) -> dict[str, int]:
         """As Triton calls them."""
-        limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, "num_stages": self.stages} | limit
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class Key(NamedTuple):

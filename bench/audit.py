@@ -53,7 +53,7 @@ def _compile_only(asked: list[Case], chosen: argparse.Namespace) -> int:
             refused.append(case)
         else:
             kernels += found
-    print(f"{kernels} kernels of {len(asked) - len(refused)} cases compile, {len(refused)} do not")
+    print(f"cases: {len(asked) - len(refused)} compile ({kernels} kernels), {len(refused)} do not")
     return bool(refused)
 
 

@@ -90,7 +90,7 @@ _WORST: dict[str, Any] = {
 }  # fmt: skip
 
 SHIPPED = (
-    Variant(name="dense", kinds=_TRAINED, plain=True, **_EVERYWHERE),
+    Variant(name="dense", kinds=_TRAINED, plain=True, dims=DIMS),
     Variant(name="causal", kinds=_TRAINED, plain=True, options=_CAUSAL, **_EVERYWHERE),
     Variant(name="one_row", kinds=("decode",), plain=True, length_q=1, **_EVERYWHERE),
     Variant(name="grouped", kinds=("decode",), plain=True, options=_CAUSAL, **_ROWS, **_EVERYWHERE),

@@ -91,7 +91,7 @@ def measure(case: Case) -> list[Kernel]:
             Kernel(
                 case=case,
                 name=kernel_name(call),
-                part=_part(call) if main else "",
+                part=part_of(call) if main else "",
                 main=main,
                 launched=_launched(call),
                 registers=compiled.registers,
@@ -170,7 +170,7 @@ def _products(case: Case, call: Call) -> tuple[int, int]:
     return 1 + dk, dk + dv
 
 
-def _part(call: Call) -> str:
+def part_of(call: Call) -> str:
     """Where dk and dv have a launch each, which of them this is."""
     if kernel_name(call) != "keys_kernel":
         return ""

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from auditing import budget, table
 from auditing.bounds import CARDS, bound
 from auditing.budget import Allowance, Budget
-from auditing.cases import calls, cases
+from auditing.cases import calls, cases, writes
 from auditing.compiling import DoesNotCompile, own_words, spilled_bytes
 from auditing.disassembly import Instruction, parse
-from auditing.figures import Kernel, read_loop
+from auditing.figures import Kernel, part_of, read_loop
 from auditing.judging import violations
 from auditing.loops import steady_loop
 from flashwire_kernels.fused.config import PASSES, SHARED_BYTES, Key, choose, family, shipped
@@ -167,7 +167,9 @@ def case_named(name: str):
     return next(case for case in cases() if str(case) == name)
 
 
-def kernel(listing: str, name: str = "sm_90 forward half d64 dense", **others) -> Kernel:
+def kernel(
+    listing: str, name: str = "sm_90 forward half d64 dense", written=(1, 1), **others
+) -> Kernel:
     """As figures.measure would describe a kernel with such a listing."""
     case = case_named(name)
     precision = case.variant.options.get("precision", "ieee")
@@ -176,7 +178,7 @@ def kernel(listing: str, name: str = "sm_90 forward half d64 dense", **others) -
     launched = SimpleNamespace(__name__=f"{case.kind}_kernel", arg_names=["dk", "dv"])
     call = SimpleNamespace(
         kernel=launched,
-        positional=(1, 1),
+        positional=written,
         constants=constants,
         config=SimpleNamespace(warps=warps),
     )
@@ -277,7 +279,7 @@ def test_each_rule_can_be_broken(changed, said):
 def test_only_what_a_case_is_about_is_judged():
     loaded = kernel(plain("LDG.E.128 R4, desc[UR4][R2.64] ;"), "sm_90 forward half d64 modified")
     assert list(violations(loaded, Allowance())) == []
-    float32 = kernel(plain("FSEL R24, R24, R25, P2 ;"), "sm_90 forward single d64 dense")
+    float32 = kernel(plain("FSEL R24, R24, R25, P2 ;"), "sm_90 forward single d64 causal")
     assert list(violations(float32, Allowance(per_score=4.0))) == []
     helper = kernel(plain(), main=False, loop=None, spilled=4)
     assert list(violations(helper, Allowance())) == ["spills 4 bytes, 0 allowed"]
@@ -341,6 +343,41 @@ def test_what_does_not_compile_is_a_violation(monkeypatch, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_compiles_may_be_all_that_is_asked(monkeypatch, capsys, compiles):
+    import audit as command
+
+    def build(call, arch):
+        if not compiles and call.kernel.__name__ == "delta_kernel":
+            raise DoesNotCompile("no such operation")
+
+    monkeypatch.setattr(command, "build", build)
+    names = ["sm_90 queries half d64 dense", "sm_90 keys half d64 dense"]
+    monkeypatch.setattr(sys, "argv", ["audit.py", "-j", "1", "--compile-only", *names])
+    assert command.main() == (not compiles)
+    said = capsys.readouterr().out
+    if compiles:
+        assert "cases: 2 compile (3 kernels), 0 do not" in said
+    else:
+        assert "sm_90 queries half d64 dense: does not compile: no such operation" in said
+        assert "cases: 1 compile (1 kernels), 1 do not" in said
+
+
+def test_launches_of_their_own_for_dk_and_dv_are_told_apart():
+    together = calls(case_named("sm_90 keys half d64 dense"))
+    apart = calls(case_named("sm_90 keys half d256 dense"))
+    assert [writes(call) for call in together] == [(True, True)]
+    assert [writes(call) for call in apart] == [(True, False), (False, True)]
+    name = "sm_90 keys half d64 dense"
+    tensors = {"": (1, 1), "dk": (1, None), "dv": (None, 1)}
+    clocks = {
+        part: kernel(plain(), name, written=given).loop.bound.tensor
+        for part, given in tensors.items()
+    }
+    assert clocks == {"": 256, "dk": 192, "dv": 128}
+    assert [part_of(call) for call in [*together, *apart]] == ["", "dk", "dv"]
+
+
 def test_the_bound_of_a_tile():
     """128x128, D=128 on an H100: 2048 clocks of tensor cores, 1024 of exponentials."""
     found = bound(CARDS["sm_90"], 4 * 128**3, 4096, 128 * 128, 8 * 512)
@@ -356,7 +393,7 @@ def test_the_bound_of_a_tile():
         ("sm_90 keys half d64 dense", 256),
         ("sm_90 queries half d64 dense", 192),
         ("sm_90 forward single d64 tf32", 256),
-        ("sm_90 forward single d64 dense", 2048),
+        ("sm_90 forward single d64 causal", 2048),
     ],
 )
 def test_what_the_products_of_a_tile_cost(name, clocks):
@@ -378,7 +415,7 @@ def test_every_shipped_configuration_is_audited():
     [
         "sm_90 forward half d128 causal",
         "sm_89 keys half d64 modified",
-        "gfx942 queries single d256 dense",
+        "gfx942 queries single d256 causal",
         "sm_80 decode half d64 grouped",
         "sm_100 decode single d128 modified",
     ],

@@ -136,7 +136,7 @@ def floats(*shape: int) -> dict[str, Any]:
 
 
 LONG = message(**{name: floats(24, 1, 1000, 2) for name in "qkv"}, backend="reference")
-ENDLESS = message(**{name: floats(80_000, 1) for name in "qkv"})  # seconds and seconds
+ENDLESS = {name: floats(80_000, 1) for name in "qkv"}  # seconds and seconds
 TWICE = msgpack.packb({"dtype": "float32"})[1:] + msgpack.packb({"shape": [1, 1]})[1:] * 2
 
 
@@ -293,31 +293,37 @@ def test_507(caller: Caller) -> None:
 
 
 def test_503_and_back_on_the_same_connection(service: Service, caller: Caller) -> None:
-    """A worker that dies under a request, then none, then another one; and the end of it all."""
-    first = computing(service)
-    (victim,) = service.pids("worker")
-    os.kill(victim, signal.SIGKILL)
-    problem(first.reply(), 503, "worker_died")
-    first.close()
-    caller.refused(503, "no_worker", GOOD)
-    service.wait_whole()
+    """A worker that dies under a request, then none, then another one, which dies under the same
+    request: it is refused from then on (422). And the end of it all.
+    """
+    deadly = message(**ENDLESS)
+    for status, code in ((503, "worker_died"), (422, "quarantined")):
+        asking = computing(service, deadly)
+        (victim,) = service.pids("worker")
+        os.kill(victim, signal.SIGKILL)
+        problem(asking.reply(), status, code)
+        asking.close()
+        caller.refused(503, "no_worker", GOOD)
+        service.wait_whole()
+        caller.is_served()
+    caller.refused(422, "quarantined", deadly)
     caller.is_served()
     assert caller.connections == 1
 
-    second = computing(service)
+    asking = computing(service, message(**ENDLESS, causal=True))
     service.terminate()
-    problem(second.reply(), 503, "draining")
-    second.close()
+    problem(asking.reply(), 503, "draining")
+    asking.close()
     assert service.wait() == 0
     assert service.left_behind() == []
 
 
-def computing(service: Service) -> Caller:
+def computing(service: Service, asked: bytes) -> Caller:
     """Someone whose request is being computed, and will be for as long as anyone waits."""
     (worker,) = service.pids("worker")
     before = processes.cpu_seconds(worker)
     asking = Caller(service)
-    asking.post(ENDLESS)
+    asking.post(asked)
     until(lambda: processes.cpu_seconds(worker) > before + 0.2)  # more than anything but computing
     return asking
 

@@ -23,6 +23,7 @@ import torch
 
 from flashwire import Client, errors
 from flashwire.torch import flash_attention
+from load import processes
 
 ONE = np.ones((1, 1, 1, 1), np.float32)
 
@@ -191,7 +192,8 @@ def test_s13_health_answers_beside_long_work(server: Any) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert max(waits) < (time.monotonic() - began) / 4
+    # The case has half a second beside ten of work: on a slow machine both take longer.
+    assert max(waits) < max(0.5, (time.monotonic() - began) / 20)
 
 
 # Processes
@@ -253,7 +255,7 @@ def test_s15_a_killed_worker_is_missed_at_once(start_server: Callable[..., Any])
 
 
 def test_s17_nothing_is_left_in_shared_memory(start_server: Callable[..., Any]) -> None:
-    before = sorted(os.listdir("/dev/shm"))  # noqa: S108
+    before = processes.shared_memory()
     server = start_server("--workers", "2", ready=False)
     server.wait_ready(workers=2)
     v = np.random.default_rng(2).standard_normal((1, 1, 1, 200_000)).astype(np.float32)
@@ -267,7 +269,7 @@ def test_s17_nothing_is_left_in_shared_memory(start_server: Callable[..., Any]) 
     assert server.stop() == 0
     assert "leaked" not in server.log
     assert "Traceback" not in server.log
-    assert sorted(os.listdir("/dev/shm")) == before  # noqa: S108
+    assert processes.shared_memory() <= before
 
 
 def test_a_stop_finishes_what_is_in_flight(start_server: Callable[..., Any]) -> None:

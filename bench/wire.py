@@ -35,6 +35,7 @@ from wiring.wires import (
     RAW_UNIX,
     SERVICES,
     TCP,
+    UNIX,
     Wire,
     timed,
 )
@@ -73,7 +74,8 @@ def _everything() -> Iterator[tuple[Addresses, Service]]:
         tcp = stack.enter_context(listening("wiring.raw"))
         unix = stack.enter_context(listening("wiring.raw", str(directory / "raw")))
         plain = stack.enter_context(listening("wiring.plain", str(THREADS), threads=THREADS))
-        service = stack.enter_context(Service("--threads", str(THREADS)))
+        uds = directory / "flashwire"
+        service = stack.enter_context(Service("--threads", str(THREADS), "--uds", str(uds)))
         service.wait_whole()
         yield (
             {
@@ -82,6 +84,7 @@ def _everything() -> Iterator[tuple[Addresses, Service]]:
                 RAW_UNIX: (unix,),
                 PLAIN: (int(plain),),
                 TCP: (f"http://{service.host}:{service.port}",),
+                UNIX: (f"unix://{uds}",),
             },
             service,
         )

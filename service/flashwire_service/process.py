@@ -135,10 +135,10 @@ class Adopted:
     board: Board
 
     def listener(self) -> socket.socket:
-        """The listening socket, which a front end is sent next."""
+        """A listening socket, which a front end is sent next: first TCP's, then perhaps another."""
         frame, fd = self.control.recv(_START_TIMEOUT_S)
         if not isinstance(frame, Listen) or fd is None:
-            raise ValueError("the third frame of a front end must be Listen, with a descriptor")
+            raise ValueError("a front end must be sent Listen next, with a descriptor")
         return socket.socket(fileno=fd)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgpack
 
-from flashwire_service import kernel_cache, keys, parse, tls, tracing
+from flashwire_service import kernel_cache, keys, parse, socket_file, tls, tracing
 from flashwire_service import warmup as warmups
 from flashwire_service.keys import Keyring, KeysError
 
@@ -34,7 +34,7 @@ _SERVICE_LINK = re.compile(
     PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)"
 )
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
-_BYTES, _SECONDS = "BYTES", "SECONDS"  # metavars
+_BYTES, _MODE, _SECONDS = "BYTES", "MODE", "SECONDS"  # metavars
 
 
 class SettingsError(ValueError):
@@ -100,6 +100,12 @@ class Settings:
     host: str = _setting("127.0.0.1", parse.text, "address to listen on", "HOST")
     port: int = _setting(
         8000, parse.integer(0, 65535), "port to listen on; 0 takes a free one", "PORT"
+    )
+    uds: str = _setting(
+        "", socket_file.parse_path, "unix socket to listen on besides: no TCP, no TLS", "PATH"
+    )
+    uds_mode: int = _setting(
+        0o600, socket_file.parse_mode, "who may connect to the unix socket, as for chmod", _MODE
     )
     device: str = _setting("auto", _device, "where to compute: auto, cpu, cuda or cuda:N", "DEVICE")
     threads: int = _setting(
@@ -251,6 +257,8 @@ class Row:
         """The default as one would write it, sizes with a unit; "" where it is to have none."""
         if self.default == ():
             return ""
+        if self.metavar == _MODE:
+            return f"{self.default:04o}"
         return parse.size_text(self.default) if self.metavar == _BYTES else str(self.default)
 
     @property

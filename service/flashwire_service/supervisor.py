@@ -42,6 +42,7 @@ from flashwire_service.places import Place
 from flashwire_service.process import Child
 from flashwire_service.quarantine import Quarantine
 from flashwire_service.settings import Settings
+from flashwire_service.socket_file import SocketFile
 
 WORKER = "flashwire_service.compute.worker"
 FRONT = "flashwire_service.front.server"
@@ -58,15 +59,22 @@ def run(settings: Settings) -> int:
 
     EX_UNAVAILABLE  the port is in use        EX_NOPERM    it needs a privilege
     EX_NOHOST       no such local address     EX_CONFIG    the device cannot be used
+    EX_CANTCREAT    no unix socket there
     EX_SOFTWARE     a child cannot be started 128 + N      a second signal N forced the end
 
     and one line on stderr says why.
     """
     try:
-        with listen(settings.host, settings.port) as listener, _signals() as signals:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(listen(settings.host, settings.port))
             address = url(listener, tls=bool(settings.tls_cert))
+            file = None
+            if settings.uds:
+                file = stack.enter_context(SocketFile(settings.uds, settings.uds_mode))
+                address += f" and unix://{settings.uds}"
+            signals = stack.enter_context(_signals())
             print(f"flashwire: listening on {address}", flush=True)
-            return Supervisor(settings, listener, signals).run()
+            return Supervisor(settings, listener, signals, file).run()
     except Fatal as e:
         logs.say(f"flashwire-serve: {e}")
         return e.code
@@ -93,9 +101,16 @@ def _signals() -> Iterator[socket.socket]:
 class Supervisor:
     """The loop over all places. `signals` yields the bytes of caught signal numbers."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, signals: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        signals: socket.socket,
+        file: SocketFile | None = None,
+    ) -> None:
         self._settings = settings
         self._listener = listener
+        self._file = file
         self._signals = signals
         self._log = Log("supervisor", settings.log_level)
         self._selector = selectors.DefaultSelector()
@@ -169,6 +184,8 @@ class Supervisor:
         try:
             if place.role == "front":
                 child.tell(Listen(), self._listener.fileno())
+                if self._file is not None:
+                    child.tell(Listen(), self._file.socket.fileno())
                 child.tell(self._told)
             for peer in peers:
                 _connect(place, peer)
@@ -310,6 +327,8 @@ class Supervisor:
     def _drain(self) -> int:
         """Fronts finish what is in flight, then workers end. Whoever overstays is killed."""
         self._listener.close()
+        if self._file is not None:
+            self._file.close()
         grace = self._settings.grace_s
         self._end(self._fronts, Drain(grace=grace), grace + END_S)
         self._end(self._workers, Drain(grace=0.0), END_S)

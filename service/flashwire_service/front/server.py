@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ class Server(uvicorn.Server):
     def __init__(self, adopted: Adopted, log: Log) -> None:
         self._adopted = adopted
         self._listener = adopted.listener()
+        self._unix = adopted.listener() if adopted.settings.uds else None
         self._heartbeat = Heartbeat.receive(adopted.page)
         self._log = log
         settings = adopted.settings
@@ -64,6 +67,17 @@ class Server(uvicorn.Server):
         beating.cancel()
         if self._traces is not None:
             self._traces.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, and on the unix socket, where TLS would protect nothing."""
+        await super().startup(sockets)
+        if self._unix is None or self.should_exit:
+            return
+        protocol = functools.partial(Protocol, self.config, self.server_state, self.lifespan.state)
+        loop = asyncio.get_running_loop()
+        self.servers.append(
+            await loop.create_unix_server(protocol, sock=self._unix, backlog=self.config.backlog)
+        )
 
     async def _beat(self) -> None:
         """Show that this loop turns."""

@@ -121,7 +121,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listen:
-    """From the supervisor, a front's third frame: the listening socket rides along."""
+    """From the supervisor, a front's third frame: a listening socket rides along. Another follows
+    where there is a unix socket, too.
+    """
 
     kind: ClassVar[str] = "listen"
 

@@ -132,6 +132,7 @@ def test_a_drained_worker_ends(make):
     worker.child.tell(Drain(grace=0))
     assert worker.child.join(PATIENCE_S)
     assert worker.child.exit_code == 0
+    assert worker.heartbeat.complaint(time.monotonic() + 60) is None  # coming down is not hanging
 
 
 def test_a_device_that_is_not_there_is_said_to_the_supervisor(make):

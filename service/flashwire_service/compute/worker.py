@@ -167,6 +167,7 @@ def _compute(
                 jobs.discard(ticket, answer)
         finally:
             answer.close()
+    heartbeat.busy(time.monotonic() + STEP_LIMIT_S)  # the supervisor's patience with an end is less
     return os.EX_OK
 
 

@@ -11,7 +11,7 @@ from flashwire_service.front import buffers
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ROLES = {"flashwire_service.compute.worker": "worker", "flashwire_service.front.server": "front"}
-_LAZY_THREADS = 1 + min(32, (os.cpu_count() or 1) + 4)  # of asyncio.to_thread, and the main one
+_LAZY_THREADS = 2 + min(32, (os.cpu_count() or 1) + 4)  # of asyncio.to_thread; its own, its log's
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 

@@ -29,6 +29,7 @@ from flashwire.errors import (
     TransportTimeout,
     UnexpectedReply,
 )
+from flashwire.senders import AsyncDirect, Direct, Wrapped
 from flashwire.transport import Content
 from flashwire.transport.blocking import REPLY
 
@@ -102,7 +103,7 @@ class Client:
         self._endpoint = Endpoint.of(url)
         self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
-        self._http = http if http is not None else self._endpoint.client()
+        self._http = self._endpoint.sender() if http is None else Wrapped(http)
         self._owned = http is None
 
     attention = _blocking(operations.attention)
@@ -150,9 +151,9 @@ class Client:
                 reply = None
 
     def _send(self, request: Request) -> Response | ConnectionLost:
-        _refuse_closed(self._http)
+        built = _built(self._http, self._endpoint.base, request)
         try:
-            reply = self._http.send(_built(self._http, self._endpoint, request), stream=True)
+            reply = self._http.send(built)
             try:
                 body = _Body(reply)
                 if body.stream is not None:
@@ -182,7 +183,7 @@ class AsyncClient:
         self._endpoint = Endpoint.of(url)
         self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
-        self._http = http if http is not None else self._endpoint.async_client()
+        self._http = self._endpoint.async_sender() if http is None else Wrapped(http)
         self._owned = http is None
 
     attention = _awaited(operations.attention)
@@ -232,9 +233,9 @@ class AsyncClient:
                 reply = None
 
     async def _send(self, request: Request) -> Response | ConnectionLost:
-        _refuse_closed(self._http)
+        built = _built(self._http, self._endpoint.base, request)
         try:
-            reply = await self._http.send(_built(self._http, self._endpoint, request), stream=True)
+            reply = await self._http.send(built)
             try:
                 body = _Body(reply)
                 if body.stream is not None:
@@ -300,11 +301,6 @@ def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     return buffer[start : start + nbytes]
 
 
-def _refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
-    if http.is_closed:
-        raise FlashwireError("the client is closed")
-
-
 def _policy(api_key: str | None, timeout: float | None, retries: int) -> Policy:
     headers = {
         "accept": f"{wire.MEDIA_TYPE}, application/json;q=0.5",
@@ -318,25 +314,16 @@ def _policy(api_key: str | None, timeout: float | None, retries: int) -> Policy:
     return Policy(timeout=timeout, retries=retries, headers=headers)
 
 
-def _built(
-    http: httpx.Client | httpx.AsyncClient, endpoint: Endpoint, request: Request
-) -> httpx.Request:
-    headers, body = dict(request.headers), Content(request.body)
-    content: Any = None
+def _built(http: Wrapped | Direct | AsyncDirect, base: str, request: Request) -> httpx.Request:
+    if http.is_closed:
+        raise FlashwireError("the client is closed")
+    headers = dict(request.headers)
     if request.body:
         headers["content-length"] = str(request.size)
-        content = aiter(body) if isinstance(http, httpx.AsyncClient) else iter(body)
     wait = None if request.deadline is None else request.deadline + _GRACE
-    built = http.build_request(
-        request.method,
-        endpoint.base + request.path,
-        headers=headers,
-        content=content,
-        timeout=httpx.Timeout(wait, connect=_CONNECT),
-    )
-    if content is not None:
-        built.stream = body  # what httpx made of it, our transport could not tell from others
-    return built
+    content = Content(request.body) if request.body else None
+    timeout = httpx.Timeout(wait, connect=_CONNECT)
+    return http.build_request(request.method, base + request.path, headers, content, timeout)
 
 
 def _lost(url: str, exc: httpx.HTTPError) -> ConnectionLost:

@@ -1,4 +1,4 @@
-"""From a URL to an httpx client: what goes through our own transport, and what through httpx's."""
+"""From a URL to who sends: what goes through our own transport, and what through httpx's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from flashwire.senders import AsyncDirect, Direct, Wrapped
 from flashwire.transport import Transport
 
 _UNIX = "unix://"
@@ -41,20 +42,21 @@ class Endpoint:
             )
         return cls(url.rstrip("/"), url.rstrip("/"))
 
-    def client(self) -> httpx.Client:
-        """An httpx client for this server."""
+    def sender(self) -> Wrapped | Direct:
+        """What sends requests to this server."""
         if self._stock:
-            return httpx.Client(transport=httpx.HTTPTransport(uds=self.uds) if self.uds else None)
-        return httpx.Client(transport=Transport(uds=self.uds))
+            stock = httpx.HTTPTransport(uds=self.uds) if self.uds else None
+            return Wrapped(httpx.Client(transport=stock))
+        return Direct(Transport(uds=self.uds))
 
-    def async_client(self) -> httpx.AsyncClient:
-        """The same for async code."""
+    def async_sender(self) -> Wrapped | AsyncDirect:
+        """The same, to be awaited."""
         from flashwire.transport.aio import AsyncTransport  # loads asyncio
 
         if self._stock:
             stock = httpx.AsyncHTTPTransport(uds=self.uds) if self.uds else None
-            return httpx.AsyncClient(transport=stock)
-        return httpx.AsyncClient(transport=AsyncTransport(uds=self.uds))
+            return Wrapped(httpx.AsyncClient(transport=stock))
+        return AsyncDirect(AsyncTransport(uds=self.uds))
 
     def refuse_other(self, http: httpx.Client | httpx.AsyncClient | None) -> None:
         """A client of the caller's own knows itself where it connects to."""

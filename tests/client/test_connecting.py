@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashwire import AsyncClient, Client
+from flashwire.transport import Transport
 from flashwire.transport.aio import AsyncTransport
 
 
@@ -72,6 +73,29 @@ async def test_without_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
     await transport.aclose()
     (options,) = made
     assert (options["uds"], options["trust_env"]) == ("/run/x", False)
+
+
+async def test_cookies_are_kept(server: Any) -> None:
+    """By one, a balancer knows where the caller's residuals are."""
+    answer = (200, {"set-cookie": "place=7; path=/"}, b"")
+    server.script = [answer, answer, answer, answer]
+    with Client(server.url) as client:
+        client.ready()
+        assert "cookie" not in server.last.headers
+        client.ready()
+        assert server.last.headers["cookie"] == "place=7"
+    async with AsyncClient(server.url) as client:
+        await client.ready()
+        assert "cookie" not in server.last.headers
+        await client.ready()
+        assert server.last.headers["cookie"] == "place=7"
+
+
+def test_a_client_of_ones_own_over_our_transport(server: Any, qkv: Any) -> None:
+    with httpx.Client(transport=Transport(), headers={"x-mine": "1"}) as http:
+        client = Client(server.url, http=http)
+        assert client.attention(*qkv).out.shape == qkv[0].shape
+    assert server.last.headers["x-mine"] == "1"
 
 
 @pytest.mark.parametrize("home", ["numpy", "torch"])

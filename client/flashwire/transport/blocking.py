@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from flashwire.transport.connection import Steps, Wait, poll, undelayed
+from flashwire.transport.connection import Steps, Wait, poll, tune
 from flashwire.transport.exchange import Body, Next, Open, Queue, exchange
 from flashwire.transport.pool import Pool
 
@@ -79,9 +79,9 @@ class Transport(httpx.BaseTransport):
         try:
             if self._uds is None:
                 sock = socket.create_connection(step.origin[1:], step.timeout)
-                undelayed(sock)
             else:
                 sock = _unix(self._uds, step.timeout)
+            tune(sock)
         except TimeoutError as exc:
             raise httpx.ConnectTimeout(str(exc)) from exc
         except OSError as exc:

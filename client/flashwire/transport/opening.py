@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from flashwire.transport.connection import undelayed
+from flashwire.transport.connection import tune
 from flashwire.transport.pool import Origin
 
 _STAGGER_S = 0.25  # after which the next address is tried, too: RFC 8305
@@ -19,10 +19,8 @@ async def opened(origin: Origin, uds: str | None, timeout: float | None) -> sock
     """A connected socket that does not block. Raises httpx.ConnectError and ConnectTimeout."""
     try:
         async with asyncio.timeout(timeout):
-            if uds is not None:
-                return await _unix(uds)
-            sock = await _first(*origin[1:])
-            undelayed(sock)
+            sock = await (_first(*origin[1:]) if uds is None else _unix(uds))
+            tune(sock)
             return sock
     except TimeoutError as exc:
         raise httpx.ConnectTimeout(str(exc)) from exc

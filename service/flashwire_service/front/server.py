@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from flashwire_service.front.traces import Traces
 
 
+_UNIX_BUFFER = 4 * 2**20  # by default 200 KB, for which a large reply stops again and again
+
+
 class Server(uvicorn.Server):
     """uvicorn's server under a supervisor, which alone decides on signals."""
 
@@ -73,7 +76,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self._unix is None or self.should_exit:
             return
-        protocol = functools.partial(Protocol, self.config, self.server_state, self.lifespan.state)
+        protocol = functools.partial(_Local, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         self.servers.append(
             await loop.create_unix_server(protocol, sock=self._unix, backlog=self.config.backlog)
@@ -161,6 +164,15 @@ def _traces(settings: Settings) -> Traces | None:
     from flashwire_service.front.traces import Traces
 
     return Traces.to_collector()
+
+
+class _Local(Protocol):
+    """A connection by the unix socket."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+        super().connection_made(transport)
 
 
 def _orphaned() -> None:

@@ -15,14 +15,7 @@ when something is not or the service fails. `--url` checks a server that is alre
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import re
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -37,15 +30,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashwire import Client
-from flashwire.errors import FlashwireError
 from flashwire_kernels.budget import expectations
 from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.types import AttentionSpec, TensorHeader
 from flashwire_kernels.validation import resolve
+from serving import ExampleError, arguments, connected, exit_status
 
 DATA = Path(__file__).parent / "data" / "minilm_attention.npz"
 FIELDS = ("q", "k", "v", "out", "lengths", "sentences", "source", "model")
-READY_S, STOP_S = 120.0, 15.0
 LEGEND = """\
 model    the served out against the model's own, less what its storage in float16 explains
 float64  against attention by autograd in float64: one row for the worse of out and lse, one for
@@ -53,10 +45,6 @@ float64  against attention by autograd in float64: one row for the worse of out 
 worst is the tensor that uses most of its error budget; compute is the server's time, trip includes
 the network."""
 T = TypeVar("T")
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the message is for the person at the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +93,7 @@ def load(path: Path, dtype: str) -> tuple[list[Layer], list[str]]:
         with np.load(path, allow_pickle=False) as file:
             data = {name: file[name] for name in FIELDS}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
-        raise DemoError(f"cannot read {path}: {e}") from e
+        raise ExampleError(f"cannot read {path}: {e}") from e
     lengths = data["lengths"]
     real = np.arange(lengths.max()) < lengths[:, None]  # (B, L)
     rng = np.random.default_rng(0)
@@ -189,46 +177,6 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
     return call(), (time.perf_counter() - start) * 1e3
 
 
-@contextlib.contextmanager
-def running_service(device: str) -> Iterator[str]:
-    """The address of a service of our own, ready. However this ends, so does the service."""
-    command = [sys.executable, "-m", "flashwire_service"]
-    command += ["--host", "127.0.0.1", "--port", "0", "--device", device, "--log-level", "warning"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHWIRE_")}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            yield _wait_until_ready(process, lambda: os.pread(log.fileno(), 2**20, 0).decode())
-        finally:
-            _stop(process)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], said: Callable[[], str]) -> str:
-    """The service's address, once /readyz answers 200. `said` returns what it has printed."""
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise DemoError(f"the service ended with status {process.returncode}:\n{said()}")
-        address = re.search(r"^flashwire: listening on (http://\S+)$", said(), re.MULTILINE)
-        if address:
-            with Client(address[1]) as client:
-                if client.ready():
-                    return address[1]
-        time.sleep(0.1)
-    raise DemoError(f"the service was not ready within {READY_S:.0f} s:\n{said()}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate, wait, kill. A second Ctrl-C cuts the wait short, and nothing else."""
-    process.terminate()
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def report(console: Console, checks: list[Check]) -> None:
     """Print the table, and what its rows say."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
@@ -261,8 +209,7 @@ def run(console: Console, args: argparse.Namespace) -> int:
     checks: list[Check] = []
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task("starting the service", total=len(layers))
-        service = contextlib.nullcontext(args.url) if args.url else running_service(args.device)
-        with service as url, Client(url, api_key=os.environ.get("FLASHWIRE_API_KEY")) as client:
+        with connected(args) as (_, client):
             for number, layer in enumerate(layers):
                 progress.update(task, description=f"layer {number}")
                 checks += check(client, number, layer)
@@ -282,35 +229,11 @@ def run(console: Console, args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line; turn failures into one line each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="what capture_minilm.py wrote")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
-    parser.add_argument("--device", default="auto", help="of the service: auto, cpu or cuda[:N]")
-    parser.add_argument("--url", help="a running server, with FLASHWIRE_API_KEY if it needs one")
     args = parser.parse_args()
-    interrupted = threading.Event()
-
-    def interrupt(number: int, frame: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-    console = Console()
-    try:
-        return run(console, args)
-    except (DemoError, FlashwireError) as e:
-        if interrupted.is_set():  # Python drops what is raised in a finalizer; the service stopped
-            return _interrupted(console)
-        console.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return _interrupted(console)
-
-
-def _interrupted(console: Console) -> int:
-    console.print("interrupted; the service is stopped")
-    return 130
+    return exit_status(lambda console: run(console, args))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ both; their docstrings are those of the methods here. Nothing here knows more th
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import ssl
+import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -87,6 +91,7 @@ class Client:
               limit. Every method takes another for itself
     retries   tries after the first, for lost connections, 429 and 503
     http      an httpx.Client with settings of your own (TLS, proxies); you close it then
+    concurrency   calls that `submit` has under way at once, each on a connection of its own
 
     Methods raise the exceptions of flashwire.errors.
     """
@@ -99,12 +104,22 @@ class Client:
         timeout: float | None = 60.0,
         retries: int = 3,
         http: httpx.Client | None = None,
+        concurrency: int = 8,
     ) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self._endpoint = Endpoint.of(url)
         self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
         self._http = self._endpoint.sender() if http is None else Wrapped(http)
         self._owned = http is None
+        self._concurrency = concurrency
+        self.name = f"client-{next(_numbers)}"  # in this process, for whom only strings can reach
+        _clients[self.name] = self
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # of _threads and _closed
+        self._before_close: list[Callable[[Client], None]] = []
 
     attention = _blocking(operations.attention)
     backward = _blocking(operations.backward)
@@ -122,10 +137,37 @@ class Client:
             return False
         return True
 
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start `call(*args, **kwargs)` in a thread of this client: a Future of what it returns.
+
+            futures = [client.submit(client.check, q, k, v) for q, k, v in layers]
+            reports = [future.result() for future in futures]
+
+        `concurrency` calls are under way at once, the others wait their turn. result() raises what
+        the call raises. cancel() stops a call that waits; one under way goes on to its end. Arrays
+        are read when their turn comes: leave them as they are until then.
+        """
+        with self._lock:
+            if self._closed:
+                raise FlashwireError("the client is closed")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._concurrency, "flashwire")
+            return self._threads.submit(call, *args, **kwargs)
+
     def close(self) -> None:
-        """Close the connections."""
+        """Cancel what `submit` has not begun, wait for what it has, and close the connections."""
+        with self._lock:
+            self._closed = True
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        for call in self._before_close:
+            call(self)
         if self._owned:
             self._http.close()
+
+    def before_close(self, call: Callable[[Client], None]) -> None:
+        """Have `call(client)` run by `close`, while there are still connections."""
+        self._before_close.append(call)
 
     def __enter__(self) -> Self:
         return self
@@ -166,6 +208,18 @@ class Client:
         except httpx.HTTPError as exc:
             return _lost(self._endpoint.url, exc)
         return body.response()
+
+
+_clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def client_of(name: str) -> Client:
+    """The client of that name. Raises FlashwireError when nobody holds it any more."""
+    client = _clients.get(name)
+    if client is None:
+        raise FlashwireError(f"there is no {name} any more: keep a client as long as its graphs")
+    return client
 
 
 class AsyncClient:

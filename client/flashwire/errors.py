@@ -30,6 +30,8 @@ FlashwireError
 
 A code this version does not know raises RequestError itself. `STATUS` is the table of codes and
 statuses, for the service too.
+
+What goes well, but not as it was meant to, is a FlashwireWarning.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ from typing import ClassVar
 
 class FlashwireError(Exception):
     """Root of everything that flashwire raises on its own account."""
+
+
+class FlashwireWarning(UserWarning):
+    """Results are right, and came about in a costlier way than was meant."""
 
 
 class ConnectionLost(FlashwireError):

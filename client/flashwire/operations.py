@@ -17,6 +17,7 @@ from flashwire.core import Operation, Response, read_message
 from flashwire.errors import Invalid, UnexpectedReply
 from flashwire.options import (
     AttentionOptions,
+    Options,
     PlanOptions,
     TensorOptions,
     refuse_unknown,
@@ -197,6 +198,13 @@ def info(*, timeout: float | None = None) -> Operation[dict[str, Any]]:
 def ready(*, timeout: float | None = None) -> Operation[None]:
     """No error when a worker is ready to compute."""
     return Operation("GET", "/readyz", lambda _: None, timeout=timeout, retry=False)
+
+
+def checked_options(options: Options) -> dict[str, Any]:
+    """Options of an attention, canonical: those at their defaults are left out, and dropout is
+    {p, seed}. Raises Invalid for a value that no message can carry.
+    """
+    return _canonical(_with_dropout(dict(options)))
 
 
 def residual_id(saved: Result | str) -> str:

@@ -2,6 +2,7 @@
 
     out = flash_attention(q, k, v, causal=True)          differentiable
     r = forward(q, k, v, spec=AttentionSpec(causal=True))     r.out, r.lse, r.backend, r.skipped
+    out = scaled_dot_product_attention(q, k, v), flash_attn_func(q, k, v)      drop-in twins
     g = backward(dout, q, k, v, out=r.out, lse=r.lse, spec=...)     g.gradients.dq, .dk, .dv
 
 Names are loaded when first used: importing this package, or its types, errors, validation, support
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
         UnsupportedBackend,
         Violation,
     )
+    from flashwire_kernels.flash_attn import flash_attn_func, flash_attn_varlen_func
+    from flashwire_kernels.sdpa import scaled_dot_product_attention
     from flashwire_kernels.tensors import Backward, Forward, Gradients, Skipped, Wanted
     from flashwire_kernels.types import AttentionSpec, TensorHeader
     from flashwire_kernels.validation import Problem
@@ -46,13 +49,18 @@ __all__ = [
     "Wanted",
     "backward",
     "flash_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "forward",
+    "scaled_dot_product_attention",
 ]
 
 _HOMES = MappingProxyType(
     {
         "api": ("backward", "forward"),
         "autograd": ("flash_attention",),
+        "flash_attn": ("flash_attn_func", "flash_attn_varlen_func"),
+        "sdpa": ("scaled_dot_product_attention",),
         "errors": (
             "AttentionError",
             "InvalidAttention",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flashwire_kernels import api
-from flashwire_kernels.errors import InvalidAttention, SecondDerivative, Violation
-from flashwire_kernels.tensors import Wanted
+from flashwire_kernels import ops
+from flashwire_kernels.errors import InvalidAttention, Violation
 from flashwire_kernels.types import AttentionSpec, CausalAlign, Layout, Precision
-
-Maybe = torch.Tensor | None
 
 
 def flash_attention(
@@ -36,113 +33,100 @@ def flash_attention(
     layout: Layout | None = None,
     precision: Precision = "ieee",
     backend: str = "auto",
+    dtype: torch.dtype | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """out, or (out, lse) with return_lse; shapes and options as in api.forward and AttentionSpec.
 
-    Gradients flow to q, k, v, bias and sinks, from out and from lse. alibi_slopes has none, and is
-    refused when it asks for one. Without a seed, dropout draws one from torch's default generator.
+    The twin of flashwire.torch.flash_attention, in this process. Gradients flow to q, k, v, bias
+    and sinks, from out and from lse. alibi_slopes has none, and is refused when it asks for one.
+    dtype rounds q, k and v. Without a seed, dropout draws one from torch's default generator.
+    Under autocast, q, k, v and bias are cast as scaled_dot_product_attention has it: to autocast's
+    dtype, unless they are float64. torch.compile takes the call into its graph.
 
     Raises what api.forward raises, and SecondDerivative when a gradient is differentiated.
     """
+    tensors: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "cu_seqlens_q": _offsets(cu_seqlens_q),
+        "cu_seqlens_k": _offsets(cu_seqlens_k),
+    }
+    if not torch.compiler.is_compiling():  # the operator's own words would name less
+        _refuse_others(tensors)
+        AttentionSpec(
+            scale=scale,
+            causal=causal,
+            causal_align=causal_align,
+            window=window,
+            softcap=softcap,
+            dropout_p=dropout,
+            dropout_seed=0 if seed is None else seed,
+            layout=layout,
+            precision=precision,
+        )
+    tensors = _cast(tensors, dtype)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise InvalidAttention([Violation("alibi_slopes", "has no gradient; detach it")])
-    if dropout and seed is None:
-        seed = int(torch.randint(-(2**63), 2**63 - 1, ()).item()) % 2**64
-    spec = AttentionSpec(
+    if dropout:
+        tensors["seed"] = _seed(seed)
+    options = ops.Options(
         scale=scale,
         causal=causal,
         causal_align=causal_align,
-        window=window,
+        window=None if window is None else [-1 if end is None else end for end in window],
         softcap=softcap,
-        dropout_p=dropout,
-        dropout_seed=seed,
+        dropout=dropout,
         layout=layout,
         precision=precision,
+        backend=backend,
     )
-    others = {
-        "spec": spec,
-        "mask": mask,
-        "alibi_slopes": alibi_slopes,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "backend": backend,
-    }
-    out, lse = _Attention.apply(q, k, v, bias, sinks, others)  # type: ignore[no-untyped-call]
+    out, lse = ops.attention(ops.Tensors(**tensors), options)
     return (out, lse) if return_lse else out
 
 
-class _Attention(torch.autograd.Function):
-    """(q, k, v, bias, sinks) -> (out, lse); what has no gradient travels in a dict."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: Maybe,
-        sinks: Maybe,
-        others: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        r = api.forward(q, k, v, bias=bias, sinks=sinks, **others)
-        tensors = {n: o for n, o in others.items() if isinstance(o, torch.Tensor)}
-        ctx.save_for_backward(q, k, v, bias, sinks, r.out, r.lse, *tensors.values())
-        ctx.names = tuple(tensors)
-        plain = {n: o for n, o in others.items() if n not in tensors}
-        ctx.plain = plain | {"backend": r.backend}  # the same again, whatever "auto" would take
-        ctx.set_materialize_grads(False)
-        return r.out, r.lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Maybe) -> tuple[Any, ...]:
-        dout, dlse = grads
-        q, k, v, bias, sinks, out, lse, *tensors = ctx.saved_tensors
-        others = ctx.plain | dict(zip(ctx.names, tensors, strict=True))
-        needed = ctx.needs_input_grad
-        if dout is None:
-            dout = torch.zeros_like(out)
-        wanted = Wanted(bias=needed[3], sinks=needed[4])
-        found = _Gradients.apply(  # type: ignore[no-untyped-call]
-            dout, q, k, v, bias, sinks, out, lse, dlse, wanted, others
-        )
-        return (*(g if need else None for g, need in zip(found, needed, strict=False)), None)
+def _offsets(offsets: torch.Tensor | Sequence[int] | None) -> torch.Tensor | None:
+    if offsets is None or isinstance(offsets, torch.Tensor):
+        return offsets
+    return torch.tensor(list(offsets), dtype=None if len(offsets) else torch.int64)
 
 
-class _Gradients(torch.autograd.Function):
-    """The gradients as a node of the graph, so that differentiating them is refused by name."""
+def _refuse_others(tensors: Mapping[str, Any]) -> None:
+    wrong = [
+        Violation(name, f"must be a torch.Tensor, got {type(x).__name__}")
+        for name, x in tensors.items()
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "k", "v"))
+    ]
+    if wrong:
+        raise InvalidAttention(wrong)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: Maybe,
-        sinks: Maybe,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: Maybe,
-        wanted: Wanted,
-        others: dict[str, Any],
-    ) -> tuple[Maybe, ...]:
-        r = api.backward(
-            dout,
-            q,
-            k,
-            v,
-            out=out,
-            lse=lse,
-            dlse=dlse,
-            wanted=wanted,
-            bias=bias,
-            sinks=sinks,
-            **others,
-        )
-        g = r.gradients
-        return g.dq, g.dk, g.dv, g.dbias, g.dsinks
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Maybe) -> tuple[Any, ...]:
-        raise SecondDerivative
+def _cast(tensors: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """q, k and v in `dtype`; then what autocast does to them and attn_mask for torch's SDPA."""
+    if dtype is not None:
+        tensors = tensors | {name: tensors[name].to(dtype) for name in ("q", "k", "v")}
+    device = tensors["q"].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    kind = torch.get_autocast_dtype(device)
+    return tensors | {
+        name: tensors[name].to(kind)
+        for name in ("q", "k", "v", "bias")
+        if tensors[name] is not None
+        and tensors[name].is_floating_point()
+        and tensors[name].dtype != torch.float64
+    }
+
+
+def _seed(seed: int | None) -> torch.Tensor:
+    """A uint64 in the bits of an int64; drawn here when absent, so that torch.manual_seed rules,
+    and a checkpoint computes the same again.
+    """
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
+    return torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device="cpu")

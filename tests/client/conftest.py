@@ -1,8 +1,10 @@
 """A small server that speaks the contract over a real socket, and does as it is told."""
 
+import itertools
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +38,7 @@ class Server:
         self.received: list[Received] = []
         self.script: list[Answer | str | None] = []
         self.residuals: dict[str, Received] = {}
+        self._numbers = itertools.count(1)
         self.drop_after_reply = False  # close kept connections, as a server tired of idling does
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
@@ -77,7 +80,7 @@ class Server:
         if "dropout" in request.options:
             options["meta"]["seed"] = request.options["dropout"].get("seed", 99)
         if request.options.get("save_for_backward"):
-            name = options["residual"] = f"id-{len(self.received)}_"
+            name = options["residual"] = f"id-{next(self._numbers)}_"
             self.residuals[name] = request
         tensors = {"out": out.to(request.tensors["q"].dtype)}
         if request.options.get("return_lse"):
@@ -108,6 +111,13 @@ class Server:
             if name in "qkv" or request.options.get(f"{name}_grad")
         }
         return 200, MSGPACK, reply({"meta": {"backend": "cpu"}}, tensors)
+
+    def wait_free(self) -> None:
+        """Until nothing is kept: clients free what they have dropped by themselves."""
+        end = time.monotonic() + 20
+        while self.residuals:
+            assert time.monotonic() < end, self.residuals
+            time.sleep(0.005)
 
     @staticmethod
     def problem(status: int, code: str, detail: str, **more: Any) -> Answer:

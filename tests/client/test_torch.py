@@ -1,13 +1,17 @@
 """flash_attention over the wire: gradients, and what is kept where."""
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from flashwire import AsyncClient, Client, errors
-from flashwire.torch import flash_attention
+from flashwire.torch import flash_attention, use
 
 
 @pytest.fixture
@@ -86,8 +90,30 @@ def test_the_residual_is_freed_by_the_first_backward(
     assert server.residuals == {}
     second = torch.autograd.grad(out.sum(), leaves["q"])
     assert "residual" not in server.last.options
-    assert {"out", "lse", "bias", "sinks"} <= set(server.last.tensors)
+    assert {"q", "k", "v", "dout", "bias", "sinks"} == set(server.last.tensors)
     torch.testing.assert_close(first, second)
+
+
+def test_nothing_is_kept_on_the_server_where_that_is_wished(
+    server: Any, client: Client, leaves: dict[str, torch.Tensor]
+) -> None:
+    out = flash_attention(**leaves, client=client, residual=False)
+    assert server.residuals == {}
+    found = torch.autograd.grad(out.sum(), leaves["q"])
+    assert {"out", "lse"} <= set(server.last.tensors)
+    want = torch.autograd.grad(flash_attention(**leaves, client=client).sum(), leaves["q"])
+    assert torch.equal(*found, *want)
+
+
+def test_lse_travels_where_it_is_asked_for(
+    server: Any, client: Client, leaves: dict[str, torch.Tensor]
+) -> None:
+    first = flash_attention(**leaves, client=client)
+    assert "return_lse" not in server.last.options
+    assert first.requires_grad
+    second = flash_attention(**leaves, client=client, return_lse=True)
+    assert second[1].requires_grad
+    assert server.last.options["return_lse"] is True
 
 
 @pytest.mark.parametrize("how", ["gone", "not_found", "lost"])
@@ -102,7 +128,8 @@ def test_a_residual_that_is_gone_costs_an_upload(
         "not_found": [server.problem(404, "not_found", "never seen")],
         "lost": ["drop", gone],
     }[how]
-    found = torch.autograd.grad(out.sum(), list(leaves.values()))
+    with pytest.warns(errors.FlashwireWarning, match="no longer has what it kept"):
+        found = torch.autograd.grad(out.sum(), list(leaves.values()))
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     assert server.last.options == {
@@ -110,13 +137,51 @@ def test_a_residual_that_is_gone_costs_an_upload(
     }  # fmt: skip
 
 
+def test_one_warning_for_all_that_one_event_has_taken(
+    server: Any, client: Client, leaves: dict[str, torch.Tensor]
+) -> None:
+    def lose(layers: int) -> int:
+        outs = [flash_attention(**leaves, client=client) for _ in range(layers)]
+        server.residuals.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+        return len(said)
+
+    assert lose(3) == 1
+    assert lose(1) == 0
+    flash_attention(**leaves, client=client).sum().backward()
+    assert lose(2) == 1
+
+
+def test_a_residual_that_could_not_be_used_is_still_there(
+    server: Any, client: Client, leaves: dict[str, torch.Tensor]
+) -> None:
+    out = flash_attention(**leaves, client=client)
+    server.script = [server.problem(504, "deadline_exceeded", "late")]
+    with pytest.raises(errors.DeadlineExceeded):
+        torch.autograd.grad(out.sum(), leaves["q"], retain_graph=True)
+    torch.autograd.grad(out.sum(), leaves["q"])
+    assert "residual" in server.last.options
+    assert server.residuals == {}
+
+
 def test_dropout_of_the_fallback_is_the_forwards(
     server: Any, client: Client, leaves: dict[str, torch.Tensor]
 ) -> None:
+    torch.manual_seed(4)
     out = flash_attention(**leaves, client=client, dropout=0.25)
+    drawn = server.last.options["dropout"]
     server.residuals.clear()
-    out.sum().backward()
-    assert server.last.options["dropout"] == {"p": 0.25, "seed": 99}
+    with pytest.warns(errors.FlashwireWarning):
+        out.sum().backward()
+    assert server.last.options["dropout"] == drawn
+    leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+    torch.manual_seed(4)
+    flash_attention(**leaves, client=client, dropout=0.25)
+    assert server.last.options["dropout"] == drawn
+    flash_attention(**leaves, client=client, dropout=0.25, seed=2**64 - 1)
+    assert server.last.options["dropout"] == {"p": 0.25, "seed": 2**64 - 1}
 
 
 def test_gradients_of_any_strides(client: Client, leaves: dict[str, torch.Tensor]) -> None:
@@ -163,7 +228,8 @@ def test_options_of_every_kind(
         bias=leaves["bias"],
     )
     server.residuals.clear()
-    out.sum().backward()
+    with pytest.warns(errors.FlashwireWarning):
+        out.sum().backward()
     assert server.last.tensors["mask"].tolist() == mask.tolist()
     assert server.last.options["scale"] == 2.0
 
@@ -198,27 +264,145 @@ def test_other_arrays_are_refused_by_name(server: Any, client: Client, qkv: Any)
     assert server.received == []
 
 
-def test_compiled_models_run_it_as_it_is(
-    client: Client, leaves: dict[str, torch.Tensor], recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("causal", 1, "causal: must be true or false, got int"),
+        ("scale", "1", "scale: must be a number, got str"),
+        ("window", (1.5, 0), r"window: must hold integers or None, got 1\.5"),
+        ("window", 3, "window: must be a pair"),
+        ("dropout", True, "dropout: must be a number, got bool"),
+        ("seed", 5, "seed: is that of dropout, which is not given"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    client: Client, leaves: dict[str, torch.Tensor], option: str, value: Any, said: str
 ) -> None:
-    """A graph break, before and after which the model is compiled."""
-    graphs: list[Any] = []
+    with pytest.raises(errors.Invalid, match=said):
+        flash_attention(**leaves, client=client, **{option: value})  # type: ignore[call-overload]
 
-    def keep(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
-    def model(**x: torch.Tensor) -> torch.Tensor:
-        return flash_attention(**{**x, "q": x["q"] * 2}, client=client, causal=True).sin() + 1
+def test_a_seed_is_a_uint64(client: Client, leaves: dict[str, torch.Tensor]) -> None:
+    for seed in (-1, 2**64):
+        with pytest.raises(errors.Invalid, match="seed"):
+            flash_attention(**leaves, client=client, dropout=0.5, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_autocast_is_that_of_sdpa(
+    client: Client, leaves: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """q, k, v and the bias in autocast's dtype, but for float64; gradients in their own."""
+    q, k, v, bias = (leaves[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "bias"))
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
+        ours = flash_attention(q, k, v, bias=bias, client=client)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    ours.sum().backward()
+    assert q.grad is not None
+    assert bias.grad is not None
+    assert (q.grad.dtype, bias.grad.dtype) == (dtype, dtype)
+    assert flash_attention(q, k, v, client=client).dtype == dtype
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(
+    server: Any, client: Client, leaves: dict[str, torch.Tensor], reentrant: bool
+) -> None:
+    """The forward runs twice, with one pattern of dropout; only the second is kept."""
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        made = dict(zip(leaves, tensors, strict=True))
+        return flash_attention(**made, client=client, dropout=0.25)  # type: ignore[no-any-return,call-overload]
 
     def gradients(run: Any) -> Any:
-        return torch.autograd.grad(run(**leaves).sum(), list(leaves.values()))
+        torch.manual_seed(5)
+        return torch.autograd.grad(run(*leaves.values()).sum(), list(leaves.values()))
 
-    compiled = gradients(torch.compile(model, backend=keep))
-    torch.testing.assert_close(compiled, gradients(model))
-    assert len(graphs) == 2
-    names = {node.name for graph in graphs for node in graph.graph.nodes}
-    assert {"sin"} <= names
-    with pytest.raises(Exception, match="disable"):
-        torch.compile(model, backend="eager", fullgraph=True)(**leaves)
-    torch.compiler.reset()
+    if reentrant:  # it refuses autograd.grad
+        torch.manual_seed(5)
+        checkpoint(layer, *leaves.values(), use_reentrant=True).sum().backward()
+        found = [leaf.grad for leaf in leaves.values()]
+    else:
+        found = gradients(lambda *t: checkpoint(layer, *t, use_reentrant=False))
+    forwards = [r for r in server.received if r.path == "/attention"]
+    assert len(forwards) == 2
+    assert forwards[0].options["dropout"] == forwards[1].options["dropout"]
+    for got, want in zip(found, gradients(layer), strict=True):
+        assert torch.equal(got, want)
+    server.wait_free()
+
+
+def test_hooks(client: Client, leaves: dict[str, torch.Tensor]) -> None:
+    """Of tensors, of accumulated gradients, and of data-parallel training."""
+    seen = []
+    out = flash_attention(**leaves, client=client)
+    out.register_hook(lambda grad: seen.append("out") or 2 * grad)
+    leaves["q"].register_post_accumulate_grad_hook(lambda _: seen.append("q"))
+    out.sum().backward()
+    assert seen == ["out", "q"]
+    want = flash_attention(**leaves, client=client).sum()
+    assert leaves["q"].grad is not None
+    torch.testing.assert_close(leaves["q"].grad, 2 * torch.autograd.grad(want, leaves["q"])[0])
+
+
+def test_data_parallel_training(client: Client, tmp_path: Path) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.project(x)
+            return flash_attention(y, y, x, client=client)
+
+    layer, x = Layer(), torch.randn(1, 2, 3, 4)
+    layer(x).sum().backward()
+    wanted = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(layer)(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for p, want in zip(layer.parameters(), wanted, strict=True):
+        assert torch.equal(p.grad, want)
+
+
+def test_threads_share_a_client(
+    server: Any, client: Client, leaves: dict[str, torch.Tensor]
+) -> None:
+    def gradient(scale: float) -> torch.Tensor:
+        out = flash_attention(leaves["q"], leaves["k"], leaves["v"], scale=scale, client=client)
+        return torch.autograd.grad(out.square().sum(), leaves["q"])[0]
+
+    scales = [0.1 * n for n in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(gradient, scales))
+    for scale, got in zip(scales, found, strict=True):
+        assert torch.equal(got, gradient(scale))
+    assert server.residuals == {}
+
+
+def test_the_default_client(server: Any, client: Client, leaves: dict[str, torch.Tensor]) -> None:
+    q, k, v = (leaves[name].detach() for name in "qkv")
+    with pytest.raises(TypeError, match=r"give client=, or call flashwire\.torch\.use"):
+        flash_attention(q, k, v)
+    with use(client):
+        flash_attention(q, k, v)
+        with Client(server.url, api_key="other") as other, use(other):
+            flash_attention(q, k, v)
+            assert server.last.headers["authorization"] == "Bearer other"
+        flash_attention(q, k, v)
+        assert "authorization" not in server.last.headers
+    with pytest.raises(TypeError, match="no client"):
+        flash_attention(q, k, v)
+    use(client)
+    flash_attention(q, k, v)
+    use(None)
+    with pytest.raises(TypeError, match=r"must be a flashwire\.Client, got str"):
+        use("http://host")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no client"):
+        flash_attention(q, k, v)

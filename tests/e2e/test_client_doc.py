@@ -25,7 +25,7 @@ COMMANDS = [
 def test_the_python_runs(server: Any) -> None:
     """All blocks in a row, as one session."""
     blocks = re.findall(r"^```python\n(.*?)^```$", DOC, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 5
+    assert len(blocks) == 7
     session = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", session],

@@ -34,6 +34,7 @@ from wiring.wires import (
     RAW_TCP,
     RAW_UNIX,
     SERVICES,
+    SHARED,
     TCP,
     UNIX,
     Wire,
@@ -85,6 +86,7 @@ def _everything() -> Iterator[tuple[Addresses, Service]]:
                 PLAIN: (int(plain),),
                 TCP: (f"http://{service.host}:{service.port}",),
                 UNIX: (f"unix://{uds}",),
+                SHARED: (f"unix://{uds}", True),
             },
             service,
         )

@@ -88,8 +88,8 @@ class Plain:
 class Flashwire:
     """flashwire's own client."""
 
-    def __init__(self, url: str) -> None:
-        self._client = Client(url, retries=0)
+    def __init__(self, url: str, shared_memory: bool = False) -> None:
+        self._client = Client(url, retries=0, shared_memory=shared_memory)
 
     def carry(self, case: Case, tensors: tuple[Array, Array, Array]) -> float:
         result = self._client.attention(*tensors)
@@ -102,6 +102,7 @@ class Flashwire:
 
 MAKERS: dict[str, Callable[..., Wire]] = {
     MEMCPY: Memcpy, RAW_TCP: Raw, RAW_UNIX: Raw, PLAIN: Plain, TCP: Flashwire, UNIX: Flashwire,
+    SHARED: Flashwire,
 }  # fmt: skip
 
 

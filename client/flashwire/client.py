@@ -92,6 +92,9 @@ class Client:
     retries   tries after the first, for lost connections, 429 and 503
     http      an httpx.Client with settings of your own (TLS, proxies); you close it then
     concurrency   calls that `submit` has under way at once, each on a connection of its own
+    shared_memory
+              whether large tensors are placed in memory that the server maps, and its results are
+              used where it wrote them, where the server offers it; "unix://" only
 
     Methods raise the exceptions of flashwire.errors.
     """
@@ -105,10 +108,11 @@ class Client:
         retries: int = 3,
         http: httpx.Client | None = None,
         concurrency: int = 8,
+        shared_memory: bool = False,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-        self._endpoint = Endpoint.of(url)
+        self._endpoint = Endpoint.of(url, shared_memory=shared_memory)
         self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
         self._http = self._endpoint.sender() if http is None else Wrapped(http)
@@ -233,8 +237,9 @@ class AsyncClient:
         timeout: float | None = 60.0,
         retries: int = 3,
         http: httpx.AsyncClient | None = None,
+        shared_memory: bool = False,
     ) -> None:
-        self._endpoint = Endpoint.of(url)
+        self._endpoint = Endpoint.of(url, shared_memory=shared_memory)
         self._endpoint.refuse_other(http)
         self._policy = _policy(api_key, timeout, retries)
         self._http = self._endpoint.async_sender() if http is None else Wrapped(http)
@@ -322,7 +327,7 @@ class _Body:
             claim = f"the reply claims {length} bytes, more than there is memory for"
             raise UnexpectedReply(claim, reply.status_code) from None
         self._filled = 0
-        self._chunks: list[bytes] = []
+        self._chunks: list[wire.Buffer] = []
         stream = reply.extensions.get(REPLY)
         whole = stream is not None and stream.length == self._size
         self.stream: Any = stream if whole and self._size is not None else None
@@ -333,11 +338,14 @@ class _Body:
         self._filled = len(self._buffer)
         return self._buffer.data
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes | memoryview) -> None:
         if self._size is None:
             self._chunks.append(chunk)
             return
         end = self._filled + len(chunk)
+        if isinstance(chunk, memoryview) and len(chunk) == self._size:  # it is ours, all of it
+            self._buffer, self._filled = np.frombuffer(chunk, np.uint8), end
+            return
         self._buffer[self._filled : end] = np.frombuffer(chunk, np.uint8)
         self._filled = end
 

@@ -20,17 +20,22 @@ _SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(select, "poll")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is. `base` is what HTTP is told, `uds` the path of a unix socket."""
+    """Where a server is. `base` is what HTTP is told, `uds` the path of a unix socket, and `shared`
+    says whether large bodies go through shared memory, where the server offers it.
+    """
 
     url: str
     base: str
     uds: str | None = None
+    shared: bool = False
 
     @classmethod
-    def of(cls, url: str) -> Endpoint:
+    def of(cls, url: str, *, shared_memory: bool = False) -> Endpoint:
         """Raises ValueError."""
         if url.startswith(f"{_UNIX}/") and not url.endswith("/"):
-            return cls(url, "http://localhost", url.removeprefix(_UNIX))
+            return cls(url, "http://localhost", url.removeprefix(_UNIX), shared_memory)
+        if shared_memory:
+            raise ValueError(f"shared_memory needs a url unix:///path, got {url!r}")
         parts = urlsplit(url)
         try:
             port_fits = parts.port != 0
@@ -47,6 +52,10 @@ class Endpoint:
         if self._stock:
             stock = httpx.HTTPTransport(uds=self.uds) if self.uds else None
             return Wrapped(httpx.Client(transport=stock))
+        if self.shared and self.uds:
+            from flashwire.local.transport import SharedTransport  # Linux only
+
+            return Direct(SharedTransport(self.uds, Transport(uds=self.uds)))
         return Direct(Transport(uds=self.uds))
 
     def async_sender(self) -> Wrapped | AsyncDirect:
@@ -56,6 +65,10 @@ class Endpoint:
         if self._stock:
             stock = httpx.AsyncHTTPTransport(uds=self.uds) if self.uds else None
             return Wrapped(httpx.AsyncClient(transport=stock))
+        if self.shared and self.uds:
+            from flashwire.local.transport import AsyncSharedTransport  # Linux only
+
+            return AsyncDirect(AsyncSharedTransport(self.uds, AsyncTransport(uds=self.uds)))
         return AsyncDirect(AsyncTransport(uds=self.uds))
 
     def refuse_other(self, http: httpx.Client | httpx.AsyncClient | None) -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
-from flashwire.transport import Content, Transport
-
-if TYPE_CHECKING:
-    from flashwire.transport.aio import AsyncTransport
+from flashwire.transport import Content
 
 _url = functools.lru_cache(maxsize=64)(httpx.URL)
 
@@ -93,9 +90,9 @@ class _Unwrapped:
 
 
 class Direct(_Unwrapped):
-    """Over a Transport."""
+    """Over a transport of ours."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: httpx.BaseTransport) -> None:
         super().__init__()
         self._transport = transport
 
@@ -109,9 +106,9 @@ class Direct(_Unwrapped):
 
 
 class AsyncDirect(_Unwrapped):
-    """Over an AsyncTransport."""
+    """Over one of ours that is awaited."""
 
-    def __init__(self, transport: AsyncTransport) -> None:
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
         super().__init__()
         self._transport = transport
 

@@ -49,6 +49,12 @@ REJECTED = Family(
     "flashwire_rejected_requests_total", "counter", "Requests that ended in an error.", ("code",)
 )
 CONNECTIONS = Family("flashwire_connections", "gauge", "Connections that are open.")
+LOCAL_CONNECTIONS = Family(
+    "flashwire_local_connections", "gauge", "Connections of callers that share memory."
+)
+SHARED_BYTES = Family(
+    "flashwire_shared_memory_bytes", "gauge", "Memory of callers that is held for their requests."
+)
 UPLOADS = Family("flashwire_uploads", "gauge", "Bodies that are being received.")
 UPLOAD_BYTES = Family("flashwire_upload_held_bytes", "gauge", "Memory that these bodies take.")
 
@@ -108,7 +114,8 @@ LOG_LINES_DROPPED = Family(
 )  # fmt: skip
 
 FAMILIES = (
-    REQUEST_DURATION, IN_FLIGHT, RECEIVED, SENT, REJECTED, CONNECTIONS, UPLOADS, UPLOAD_BYTES,
+    REQUEST_DURATION, IN_FLIGHT, RECEIVED, SENT, REJECTED, CONNECTIONS, LOCAL_CONNECTIONS,
+    SHARED_BYTES, UPLOADS, UPLOAD_BYTES,
     QUEUE_REQUESTS, QUEUE_BYTES, QUEUE_DEVICE_BYTES, QUEUE_WAIT, COMPUTE, TRANSFER,
     RESIDUALS, RESIDUAL_BYTES, DEVICE_MEMORY, DEVICE_MEMORY_PEAK,
     WORKER_RESTARTS, FRONTEND_RESTARTS, QUARANTINED, RELOAD_FAILURES, LOG_LINES_DROPPED,

@@ -144,6 +144,10 @@ class Settings:
         "bytes of memory that an HTTP process keeps a minute for the next large bodies",
         _BYTES,
     )
+    shared_memory_bytes: int = _setting(
+        4 * 2**30, parse.size(0),
+        "bytes of callers' own memory that an HTTP process maps beside --uds; 0: none", _BYTES,
+    )  # fmt: skip
     max_connections: int = _setting(
         1024, parse.integer(1, 10**6), "connections that an HTTP process keeps open", "N"
     )
@@ -226,6 +230,11 @@ class Settings:
         "least severe message to log",
         "LEVEL",
     )
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether callers on this machine may share memory."""
+        return bool(self.uds) and self.shared_memory_bytes > 0
 
     def to_bytes(self) -> bytes:
         """For a child process. Holds digests and the signing key: pass it by a descriptor."""

@@ -1,4 +1,4 @@
-"""The unix socket that the service listens on, and its file."""
+"""A unix socket that the service listens on, and its file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import stat
 from pathlib import Path
 from typing import Self
 
+from flashwire.local.frames import SUFFIX
 from flashwire_service.listening import BACKLOG, Fatal
 
-MAX_PATH = 107  # bytes, of sun_path
+MAX_PATH = 107 - len(SUFFIX)  # bytes, of sun_path: another socket may lie beside this one
 _PROBE_S = 1.0
 
 
@@ -41,9 +42,9 @@ class SocketFile:
     still listens, where the file is no socket, and where there can be none.
     """
 
-    def __init__(self, path: str, mode: int) -> None:
+    def __init__(self, path: str, mode: int, kind: int = socket.SOCK_STREAM) -> None:
         self._path = Path(path)
-        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket = socket.socket(socket.AF_UNIX, kind)
         try:
             self._make_room()
             before = os.umask(0o777 & ~mode)  # never, not for a moment, open to others
@@ -66,7 +67,7 @@ class SocketFile:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
                 raise Fatal(os.EX_CANTCREAT, f"cannot listen: {self._path} is there, and no socket")
-            with socket.socket(socket.AF_UNIX) as probe:
+            with socket.socket(socket.AF_UNIX, self.socket.type) as probe:
                 probe.settimeout(_PROBE_S)
                 try:
                     probe.connect(str(self._path))

@@ -13,9 +13,10 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
+from flashwire.local.frames import SUFFIX
 from flashwire_service import logs, meter
 from flashwire_service.environment import FRONT_ENVIRONMENT, worker_environment
 from flashwire_service.ipc import board
@@ -68,16 +69,23 @@ def run(settings: Settings) -> int:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(listen(settings.host, settings.port))
             address = url(listener, tls=bool(settings.tls_cert))
-            file = None
+            files = [stack.enter_context(file) for file in _files(settings)]
             if settings.uds:
-                file = stack.enter_context(SocketFile(settings.uds, settings.uds_mode))
                 address += f" and unix://{settings.uds}"
             signals = stack.enter_context(_signals())
             print(f"flashwire: listening on {address}", flush=True)
-            return Supervisor(settings, listener, signals, file).run()
+            return Supervisor(settings, listener, signals, files).run()
     except Fatal as e:
         logs.say(f"flashwire-serve: {e}")
         return e.code
+
+
+def _files(settings: Settings) -> Iterator[SocketFile]:
+    """The unix sockets: that of HTTP, and that of callers who share memory."""
+    if settings.uds:
+        yield SocketFile(settings.uds, settings.uds_mode)
+    if settings.shares_memory:
+        yield SocketFile(settings.uds + SUFFIX, settings.uds_mode, socket.SOCK_SEQPACKET)
 
 
 @contextlib.contextmanager
@@ -106,11 +114,11 @@ class Supervisor:
         settings: Settings,
         listener: socket.socket,
         signals: socket.socket,
-        file: SocketFile | None = None,
+        files: Sequence[SocketFile] = (),
     ) -> None:
         self._settings = settings
         self._listener = listener
-        self._file = file
+        self._files = files
         self._signals = signals
         self._log = Log("supervisor", settings.log_level)
         self._selector = selectors.DefaultSelector()
@@ -184,8 +192,8 @@ class Supervisor:
         try:
             if place.role == "front":
                 child.tell(Listen(), self._listener.fileno())
-                if self._file is not None:
-                    child.tell(Listen(), self._file.socket.fileno())
+                for file in self._files:
+                    child.tell(Listen(), file.socket.fileno())
                 child.tell(self._told)
             for peer in peers:
                 _connect(place, peer)
@@ -327,8 +335,8 @@ class Supervisor:
     def _drain(self) -> int:
         """Fronts finish what is in flight, then workers end. Whoever overstays is killed."""
         self._listener.close()
-        if self._file is not None:
-            self._file.close()
+        for file in self._files:
+            file.close()
         grace = self._settings.grace_s
         self._end(self._fronts, Drain(grace=grace), grace + END_S)
         self._end(self._workers, Drain(grace=0.0), END_S)

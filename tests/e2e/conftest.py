@@ -16,8 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
+from shared_server import FLAGS, KEY, Shared
 
 from flashwire import Client
+from flashwire.local.frames import SUFFIX
 
 START_S = 60.0
 PROGRAM = ("-m", "flashwire_service")
@@ -158,6 +160,16 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )  # fmt: skip
     yield running
     assert running.stop() == 0, running.log
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A server with keys that callers on this machine may share memory with, and small limits."""
+    path = str(tmp_path_factory.mktemp("uds") / "flashwire.sock")
+    running = start(tmp_path_factory.mktemp("shared"), *FLAGS, "--uds", path, API_KEYS=KEY)
+    yield Shared(running, path)
+    assert running.stop() == 0, running.log
+    assert not Path(path + SUFFIX).exists()
 
 
 @pytest.fixture

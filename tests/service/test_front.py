@@ -185,6 +185,17 @@ async def test_a_dropout_gets_a_seed(client: httpx.AsyncClient, pool: FakePool) 
     assert pool.jobs[-1][0].options["dropout"]["seed"] == 2**64 - 1
 
 
+async def test_a_reply_that_cannot_be_mapped_is_a_refusal(
+    client: httpx.AsyncClient, pool: FakePool, starved: Starved
+) -> None:
+    memory = Memory.create(50_000)
+    pool.answer = lambda: Answer(Reply(id=1, size=50_000), memory, 0)
+    with starved():
+        reply = await client.post("/attention", json=SMALL)
+    assert (reply.status_code, reply.json()["code"]) == (429, "queue_full")
+    assert memory.fd < 0
+
+
 async def test_a_large_reply_is_sent_from_memory(client: httpx.AsyncClient, pool: FakePool) -> None:
     payload = np.random.default_rng(0).bytes(700_001)
 

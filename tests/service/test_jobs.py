@@ -601,3 +601,14 @@ def test_what_is_held_and_the_memory_of_a_gpu_are_shown(monkeypatch):
     jobs.measure()
     assert shown.value(meter.DEVICE_MEMORY, "3") == 5
     assert shown.value(meter.DEVICE_MEMORY_PEAK, "3") == 9
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("int32", 8), ("int64", 16)])
+def test_integers_are_no_views_of_a_body(dtype: str, nbytes: int) -> None:
+    """Whoever shares the memory may write there after they were checked."""
+    body = bytearray(64)
+    offsets = tensor_at(body, TensorSlot(dtype, (2,), ((0, nbytes),)))
+    values = tensor_at(body, TensorSlot("float32", (2,), ((32, 8),)))
+    body[:] = b"\x01" * 64
+    assert not offsets.any()
+    assert values.all()

@@ -1,6 +1,7 @@
 """Shared memory: sealed, checked on arrival, released without a trace."""
 
 import fcntl
+import functools
 import os
 
 import pytest
@@ -17,12 +18,25 @@ def mappings() -> int:
         return sum("memfd:flashwire" in line for line in maps)
 
 
-def test_what_one_side_writes_the_other_reads():
-    with Memory.create(5000) as ours, Memory.receive(os.dup(ours.fd), 5000) as theirs:
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_one_side_writes_the_other_reads(writable):
+    received = functools.partial(Memory.receive, writable=writable)
+    with Memory.create(5000) as ours, received(os.dup(ours.fd), 5000) as theirs:
         ours.view[4990:] = b"0123456789"
         assert theirs.view[4990:] == b"0123456789"
         theirs.view[0] = 7
-        assert ours.view[0] == 7
+        assert ours.view[0] == (7 if writable else 0)
+
+
+def test_memory_passed_on_keeps_its_descriptor_and_maps_when_asked():
+    before = mappings()
+    with Memory.create(5000) as ours, Memory.adopt(os.dup(ours.fd), 5000) as theirs:
+        assert theirs.fd >= 0
+        assert mappings() == before
+        ours.view[0] = 7
+        with theirs.again() as another:
+            theirs.close()
+            assert another.view[0] == 7
 
 
 def test_it_cannot_shrink():

@@ -77,8 +77,8 @@ class Cursor:
 
     def text(self, size: int, where: str | None) -> str:
         start = self.take(size)
-        try:
-            return str(self.view[start : self.at], "utf-8")
+        try:  # of a copy: a caller who shares the memory may change it while it is being decoded
+            return bytes(self.view[start : self.at]).decode("utf-8")
         except UnicodeDecodeError:
             raise WireError("a string is not valid UTF-8", where) from None
 

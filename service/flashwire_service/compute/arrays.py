@@ -23,12 +23,17 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def tensor_at(body: memoryview | bytearray, slot: TensorSlot) -> torch.Tensor:
     """The tensor of a slot. It shares the writable `body`, whose memory lives as long as it does,
     unless its data lie in pieces or out of line with its items: then it is a copy.
+
+    Integers are copied, too: they say where others lie. They are checked once, and what was checked
+    must be what is used, though a caller may write to memory that it shares at any time.
     """
     dtype = DTYPES[slot.dtype]
     if math.prod(slot.shape) == 0:
         return torch.empty(slot.shape, dtype=dtype)
     if dtype is torch.bool:  # any byte but 0 is true; torch would take bytes as they are
         return _elements(body, slot, torch.uint8).ne(0).view(slot.shape)
+    if not dtype.is_floating_point:
+        return _elements(body, slot, dtype).clone().view(slot.shape)
     return _elements(body, slot, dtype).view(slot.shape)
 
 

@@ -38,6 +38,7 @@ from flashwire_service.front.edge import Edge
 from flashwire_service.front.incoming import KEY as INCOMING
 from flashwire_service.front.incoming import Incoming
 from flashwire_service.front.info import describe, lacking
+from flashwire_service.front.lent import Lent
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
 from flashwire_service.front.replies import MemoryResponse
@@ -338,7 +339,7 @@ def timeout_s(request: Request, settings: Settings) -> float:
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of `work`, which is cancelled when the caller leaves: then ClientDisconnect."""
-    incoming: Incoming | None = request.scope.get(INCOMING)
+    incoming: Incoming | Lent | None = request.scope.get(INCOMING)
     task = asyncio.current_task()
     if incoming is None or task is None:
         return await _while_receiving(request, work)

@@ -7,8 +7,9 @@ msgpack message is read there while it arrives, so a bad header ends the upload.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, closing, contextmanager
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from flashwire import wire
 from flashwire_service.errors import Refusal
 from flashwire_service.front import incoming, json_codec
 from flashwire_service.front.buffers import Buffers
+from flashwire_service.front.lent import Lent
 from flashwire_service.front.message import Message, quoted
 from flashwire_service.front.uploads import Upload, Uploads
 from flashwire_service.ipc.channel import MAX_INLINE
@@ -54,6 +56,13 @@ async def _read(
         limit = min(limit, json_codec.MAX_BYTES)
     limits = limits_of(settings, limit)
     total = _content_length(request, limit)
+    direct: incoming.Incoming | Lent | None = request.scope.get(incoming.KEY)
+    lies = direct.view if isinstance(direct, Lent) else None
+    if isinstance(direct, Lent) and lies is not None and schema.payload and media_type != JSON:
+        with _refused():
+            message = _in_place(direct, lies, schema, limits)
+        if message is not None:
+            return message
     await upload.begin(total)
     rate = settings.min_upload_rate
     if media_type == JSON:
@@ -61,17 +70,16 @@ async def _read(
             body = b"".join([chunk async for chunk in chunks])
         message = await asyncio.to_thread(json_codec.decode, body, schema, limits)
         return _in_memory(message)
-    direct: incoming.Incoming | None = request.scope.get(incoming.KEY)
     store: _Store
     pieces: AsyncGenerator[_Piece, None]
     small = direct is None or direct.length <= MAX_INLINE or not schema.payload
     whole = direct.whole() if direct is not None and small else None
-    if small or direct is None:
+    if small or not isinstance(direct, incoming.Incoming):
         store, pieces = _Store(), request.stream()
     else:
         store = placed = _Placed(buffers, direct.length)
         pieces = direct.stream(placed.target, upload.most)
-    try:
+    with _refused(), closing(store):
         if whole is not None:
             store.add(whole)
             decoded = wire.decode(whole, schema, limits)
@@ -84,11 +92,28 @@ async def _read(
         if schema.payload:
             _place_offsets(decoded, store)
         return Message(decoded.options, decoded.tensors, *store.take())
+
+
+def _in_place(
+    body: Lent, lies: memoryview, schema: wire.Schema, limits: wire.Limits
+) -> Message | None:
+    """The message of a body that lies in its caller's memory, and stays there; None for one that
+    needs more than the caller has written: there is no place for it but in a copy.
+    """
+    decoded = wire.decode(lies, schema, limits)
+    if any(name in options for _, options in _levels(decoded) for name in wire.OFFSETS):
+        return None
+    return Message(decoded.options, decoded.tensors, body.take(), body.length)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What is wrong with a message, as a Refusal."""
+    try:
+        yield
     except wire.WireError as exc:
         said = str(exc)
         raise Refusal(exc.code, said, field=exc.field, reasons=(said,)) from None
-    finally:
-        store.close()
 
 
 def limits_of(settings: Settings, max_message: int) -> wire.Limits:
@@ -242,11 +267,18 @@ class _Placed(_Store):
             self._buffers.give_back(self._memory)
 
 
+def _levels(message: wire.Message) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where offsets may stand: the message, and the request inside a check."""
+    yield "", message.options
+    if isinstance(request := message.options.get("request"), dict):
+        yield "request.", request
+
+
 def _place_offsets(message: wire.Message, store: _Store) -> None:
     """Offsets given as plain lists become int64 tensors behind the message."""
-    for prefix, options in (("", message.options), ("request.", message.options.get("request"))):
+    for prefix, options in _levels(message):
         for name in wire.OFFSETS:
-            if not isinstance(options, dict) or name not in options:
+            if name not in options:
                 continue
             try:
                 raw = np.array(options.pop(name), np.int64).astype("<i8").tobytes()

@@ -20,10 +20,11 @@ from starlette.requests import ClientDisconnect
 from flashwire_service import meter
 from flashwire_service.errors import EXHAUSTED, Refusal, is_exhaustion
 from flashwire_service.front import headers as reply_headers
-from flashwire_service.front import problems
+from flashwire_service.front import problems, replies
 from flashwire_service.front.answered import Answered
 from flashwire_service.front.incoming import KEY as INCOMING
 from flashwire_service.front.incoming import Incoming
+from flashwire_service.front.lent import Lent
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.logs import Log
 
@@ -53,7 +54,7 @@ class _Exchange:
     origin: str | None  # an allowed one
     started: float
     body_read: bool  # all of it, or what is left is little enough to be skipped
-    incoming: Incoming | None = None  # a body that may come past `receive`
+    incoming: Incoming | Lent | None = None  # a body that may come past `receive`
     received: int = 0
     sent: int = 0
     status: int = 0
@@ -64,8 +65,7 @@ class _Exchange:
 
     @property
     def has_all(self) -> bool:
-        direct = self.incoming is not None and self.incoming.received == self.incoming.length
-        return self.body_read or direct
+        return self.body_read or (self.incoming is not None and self.incoming.complete)
 
 
 class Edge:
@@ -231,6 +231,8 @@ def _counted(
                 headers.add_vary_header("origin")
         elif event["type"] == "http.response.body":
             exchange.sent += len(event.get("body", b""))
+        elif event["type"] == replies.FROM_MEMORY:
+            exchange.sent += event["count"]
         await send(event)
 
     return counting_receive, counting_send

@@ -68,6 +68,11 @@ class Incoming(asyncio.BufferedProtocol):
         self._filled = self.length
         return body
 
+    @property
+    def complete(self) -> bool:
+        """Whether all of it has been read."""
+        return self._filled == self.length
+
     async def stream(
         self, target: memoryview, most: Callable[[], int]
     ) -> AsyncGenerator[memoryview, None]:

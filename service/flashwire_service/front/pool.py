@@ -214,11 +214,11 @@ class Pool:
         except PacketTooLarge:
             raise Refusal("malformed", "the options and headers are too large") from None
         except TimeoutError:
-            _give_up(chosen, job, work)
+            _give_up(chosen, job, work, future)
             limit = round(work.timeout_s * 1000)
             raise Refusal("deadline_exceeded", f"there was no answer within {limit} ms") from None
         except asyncio.CancelledError:
-            _give_up(chosen, job, work)
+            _give_up(chosen, job, work, future)
             raise
         finally:
             del chosen.waiting[job.id]
@@ -327,7 +327,7 @@ class Pool:
     def _on_reply(self, worker: _Worker, reply: Reply, fd: int | None) -> None:
         future = _unanswered(worker, reply.id)
         try:
-            memory = None if fd is None else Memory.receive(fd, reply.size)
+            memory = None if fd is None else Memory.adopt(fd, reply.size)
         except OSError as exc:
             if not is_exhaustion(exc):
                 raise
@@ -371,8 +371,14 @@ def _tell(worker: _Worker, frame: Frame) -> None:
         worker.channel.send(frame)
 
 
-def _give_up(worker: _Worker, job: Job, work: Work) -> None:
-    """Nobody waits for this job any more. If it is being computed, it may yet end its worker."""
+def _give_up(worker: _Worker, job: Job, work: Work, future: asyncio.Future[Answer]) -> None:
+    """Nobody waits for this job any more. If it is being computed, it may yet end its worker; if it
+    was answered in this very moment, the memory of its reply is let go.
+    """
+    if future.done() and not future.cancelled() and future.exception() is None:
+        memory = future.result().memory
+        if memory is not None:
+            memory.close()
     _tell(worker, Cancel(id=job.id))
     if worker.computing == job.id:
         with contextlib.suppress(OSError):  # no mapping to be had: its death would go unexplained

@@ -17,6 +17,7 @@ from flashwire_service import logs, meter
 from flashwire_service.errors import Refusal
 from flashwire_service.front.access import Access
 from flashwire_service.front.app import create_app
+from flashwire_service.front.door import Door
 from flashwire_service.front.http import Protocol
 from flashwire_service.front.metrics import Metrics
 from flashwire_service.front.pool import Pool
@@ -59,12 +60,20 @@ class Server(uvicorn.Server):
         )
         super().__init__(config_of(self._app, settings, self._certificate))
         Protocol.on_refused = self._refused
+        self._door = None
+        if settings.shares_memory:
+            self._door = Door(
+                adopted.listener(), self._app, settings, log, self._metrics.meter,
+                self.server_state.tasks, self._refused,
+            )  # fmt: skip
         self._metrics.watch(meter.CONNECTIONS, lambda: len(self.server_state.connections))
 
     async def run_until_drained(self) -> None:
         """Serve on the inherited socket until a Drain frame, then finish what is in flight."""
         self.pool.listen(self._adopted.control)
         gc.freeze()  # what was imported stays: collections need not look at it again
+        if self._door is not None:
+            self._door.open()
         beating = asyncio.ensure_future(self._beat())
         await self._serve([self._listener])
         beating.cancel()
@@ -88,6 +97,8 @@ class Server(uvicorn.Server):
             self._heartbeat.idle()
             self.pool.sweep()
             self._app.state.front.buffers.sweep()
+            if self._door is not None:
+                self._door.sweep()
             self._metrics.refresh()
             await asyncio.sleep(BEAT_S)
 
@@ -100,6 +111,8 @@ class Server(uvicorn.Server):
     def drain(self, grace: float) -> None:
         """Not ready at once; new connections are not taken; those in flight have `grace` s."""
         self.pool.drain()
+        if self._door is not None:
+            self._door.close()
         self.config.timeout_graceful_shutdown = max(1, round(grace))
         self.should_exit = True
 

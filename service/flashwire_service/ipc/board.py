@@ -109,7 +109,7 @@ class Board:
     @classmethod
     def receive(cls, fd: int, frontends: int, workers: int) -> Board:
         """On the memory of this descriptor, which it takes over and closes."""
-        memory = Memory.receive(fd, size_of(frontends, workers))
+        memory = Memory.receive(fd, size_of(frontends, workers), writable=True)
         return cls(memory.view, frontends, workers)
 
 

@@ -30,7 +30,7 @@ class Heartbeat:
 
     @classmethod
     def receive(cls, fd: int) -> Heartbeat:
-        return cls(Memory.receive(fd, SIZE))
+        return cls(Memory.receive(fd, SIZE, writable=True))
 
     def idle(self) -> None:
         """Written by the loop: ready, and waiting for work. A front end's loop is never busy."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 
 _WRITEV_PIECES = 1024  # IOV_MAX
+_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Memory:
@@ -21,13 +22,14 @@ class Memory:
     fd    to send it by; -1 once received or closed
     """
 
-    __slots__ = ("_map", "_view", "fd", "size")
+    __slots__ = ("_map", "_private", "_view", "fd", "size")
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
         self.size = size
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
+        self._private = False  # what is written to the mapping is not shared
 
     @classmethod
     def create(cls, size: int = 0, name: str = "flashwire") -> Memory:
@@ -44,22 +46,60 @@ class Memory:
         return cls(fd, size)
 
     @classmethod
-    def receive(cls, fd: int, size: int) -> Memory:
+    def receive(cls, fd: int, size: int, *, writable: bool = False) -> Memory:
         """Map `size` bytes of a descriptor that came over a channel; takes over and closes fd.
+
+        What is written to the view stays here, unless it is `writable`: no seal or mode of a
+        stranger's descriptor stands against mapping it so.
 
         Raises ValueError when it holds less, or could shrink.
         """
         try:
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("received memory that is not sealed against shrinking")
-            if (holds := os.fstat(fd).st_size) < size:
-                raise ValueError(f"received memory of {holds} bytes that claims {size}")
-            memory = cls(fd, size)
+            memory = cls.adopt(fd, size)
+            memory._private = not writable
             memory._ensure_mapped()
-        finally:
-            os.close(fd)  # the mapping keeps a descriptor of its own
-        memory.fd = -1
+        except BaseException:
+            os.close(fd)
+            raise
+        memory.forget_fd()
         return memory
+
+    @classmethod
+    def adopt(cls, fd: int, size: int) -> Memory:
+        """The same without mapping it yet, and with its descriptor, to be passed on."""
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("received memory that is not sealed against shrinking")
+        if (holds := os.fstat(fd).st_size) < size:
+            raise ValueError(f"received memory of {holds} bytes that claims {size}")
+        return cls(fd, size)
+
+    @classmethod
+    def lent(cls, fd: int) -> Memory:
+        """All of the memory of a stranger's descriptor, which is taken over, mapped.
+
+        Raises ValueError for anything but a memfd of ordinary pages whose size is sealed, and
+        OSError when there is no mapping to be had.
+        """
+        try:
+            try:
+                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED == _FIXED
+            except OSError:  # a file, a socket
+                sealed = False
+            if not sealed or os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:  # huge pages may run out
+                raise ValueError("not a memfd of ordinary pages, sealed in size")
+            memory = cls(fd, os.fstat(fd).st_size)
+            memory._private = True
+            memory._ensure_mapped()
+        except BaseException:
+            os.close(fd)
+            raise
+        return memory
+
+    def again(self) -> Memory:
+        """The same memory and mapping, to be closed by itself. Raises OSError."""
+        other = Memory(os.dup(self.fd), self.size)
+        other._private, other._map, other._view = self._private, self._map, self._view
+        return other
 
     @property
     def view(self) -> memoryview:
@@ -92,6 +132,10 @@ class Memory:
         """Give up the descriptor and the mapping. Harmless when repeated."""
         self._unmap()
         self.size = -1
+        self.forget_fd()
+
+    def forget_fd(self) -> None:
+        """Give up the descriptor only; a mapping has one of its own."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -109,7 +153,8 @@ class Memory:
             if self.size == 0:  # cannot be mapped
                 self._view = memoryview(bytearray())
             else:
-                self._map = mmap.mmap(self.fd, self.size)
+                access = mmap.ACCESS_COPY if self._private else mmap.ACCESS_WRITE
+                self._map = mmap.mmap(self.fd, self.size, access=access)
                 self._view = memoryview(self._map)
         return self._view
 

@@ -72,7 +72,7 @@ def forward(
 
     Raises InvalidAttention (all violations), UnsupportedBackend (all reasons), NotEnoughMemory.
     """
-    call = _Call.of(
+    call = Call.of(
         spec,
         {
             "q": q,
@@ -85,10 +85,10 @@ def forward(
         },
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
     )
-    name, skipped = _choose(backend, call.problem, q.device)
+    name, skipped = choose(backend, call.problem, q.device)
     _check_memory(name, call.problem, memory_limit, backward=False)
-    with _without_autocast(q.device.type):
-        out, lse = _load(name).forward(call.problem, call.inputs)
+    with without_autocast(q.device.type):
+        out, lse = load(name).forward(call.problem, call.inputs)
     return Forward(
         out=call.restore(out),
         lse=call.restore_lse(lse),
@@ -126,7 +126,7 @@ def backward(
 
     Raises what `forward` raises.
     """
-    call = _Call.of(
+    call = Call.of(
         spec,
         {
             "q": q,
@@ -140,12 +140,12 @@ def backward(
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
     )
     call.check_saved(dout, out, lse, dlse)
-    name, skipped = _choose(backend, call.problem, q.device)
+    name, skipped = choose(backend, call.problem, q.device)
     recomputed = out is None or lse is None
     _check_memory(name, call.problem, memory_limit, backward=True, recomputed=recomputed)
-    runner = _load(name)
+    runner = load(name)
     seen_dlse = None if dlse is None else call.view_lse(dlse)
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         if out is None or lse is None:
             seen_out, seen_lse = runner.forward(call.problem, call.inputs)
         else:
@@ -169,7 +169,7 @@ def backward(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """A valid problem and its tensors in canonical form."""
 
     problem: Problem
@@ -181,7 +181,8 @@ class _Call:
         spec: AttentionSpec,
         tensors: Mapping[str, torch.Tensor | None],
         offsets: Mapping[str, Offsets | None],
-    ) -> _Call:
+    ) -> Call:
+        """Of tensors and offsets by their names in `forward`. Raises InvalidAttention."""
         given = {name: t for name, t in tensors.items() if t is not None}
         wrong = _check_kind(given)
         if wrong:
@@ -299,17 +300,17 @@ def _offsets_header(offsets: Offsets) -> TensorHeader:
     return TensorHeader("int64", (len(offsets),))
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Entering torch.autocast takes as long as a tenth of a small attention: only when it is on."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
-def _choose(
+def choose(
     backend: str, problem: Problem, device: torch.device
 ) -> tuple[str, tuple[Skipped, ...]]:
-    """The backend that runs, and the faster ones that do not."""
+    """The backend that runs, and the faster ones that do not. Raises UnsupportedBackend."""
     if backend != "auto":
         why_not = support.reasons(backend, problem, str(device))
         if why_not:
@@ -335,5 +336,6 @@ def _check_memory(
         raise NotEnoughMemory(needed, limit)
 
 
-def _load(name: str) -> Backend:
+def load(name: str) -> Backend:
+    """A backend by its name."""
     return cast("Backend", importlib.import_module(_MODULES[name]))

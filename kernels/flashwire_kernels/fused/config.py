@@ -28,6 +28,9 @@ SHARED_BYTES = {
 MAX_DECODE_ROWS = 64
 """Queries times the heads that share keys, up to which the keys are split."""
 
+COUNT_FROM = 2048
+"""Queries per key from which counting infinite keys costs less than watching for infinite products."""
+
 _WIDTHS = {2: "half", 4: "single"}
 
 
@@ -133,6 +136,13 @@ def shipped(kind: Pass) -> dict[Key, Config]:
                 key = Key(kind, family_name, item_size, int(dim), bool(modified))
                 found[key] = configured(fields)
     return found
+
+
+@functools.cache
+def decode_splits() -> tuple[int, ...]:
+    """How many keys a program of a decode may take, by any configuration."""
+    configs = (_INTERPRETED_DECODE, *shipped("decode").values())
+    return tuple(sorted({config.split for config in configs}))
 
 
 def configured(fields: Mapping[str, Any]) -> Config:

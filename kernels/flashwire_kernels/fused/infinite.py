@@ -11,7 +11,7 @@ import triton.language as tl
 from flashwire_kernels.fused import arguments as args
 from flashwire_kernels.fused.arguments import Lengths
 from flashwire_kernels.fused.call import UNSPECIALISED, Call
-from flashwire_kernels.fused.config import Config
+from flashwire_kernels.fused.config import COUNT_FROM, Config
 from flashwire_kernels.fused.primitives import (
     INF,
     load_rows,
@@ -22,10 +22,6 @@ from flashwire_kernels.fused.primitives import (
 )
 from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.validation import Problem
-
-COUNT_FROM = 2048
-"""Queries per key from which counting costs less than watching."""
-
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def infinite_kernel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-from flashwire_kernels.fused.config import MAX_DECODE_ROWS
+from flashwire_kernels.fused.config import COUNT_FROM, MAX_DECODE_ROWS, decode_splits
 from flashwire_kernels.validation import Problem
 
 MAX_DIM = 256
@@ -51,6 +51,16 @@ def _programs(problem: Problem) -> int:
         )
         for (len_q, len_k), count in problem.lengths.items()
     )  # fmt: skip
+
+
+def way(problem: Problem) -> tuple[int, ...]:
+    """What the longest lengths decide: which kernels run, and how high their tiles are. Packed
+    problems that agree in it, and in all else but lengths, run the same kernels.
+    """
+    rows = problem.len_q * problem.group
+    if rows > MAX_DECODE_ROWS:
+        return 0, int(rows >= COUNT_FROM)
+    return 1 << max(0, rows - 1).bit_length(), sum(problem.len_k > n for n in decode_splits())
 
 
 @functools.cache

@@ -307,9 +307,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def choose(
-    backend: str, problem: Problem, device: torch.device
-) -> tuple[str, tuple[Skipped, ...]]:
+def choose(backend: str, problem: Problem, device: torch.device) -> tuple[str, tuple[Skipped, ...]]:
     """The backend that runs, and the faster ones that do not. Raises UnsupportedBackend."""
     if backend != "auto":
         why_not = support.reasons(backend, problem, str(device))

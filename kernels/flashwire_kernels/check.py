@@ -170,15 +170,15 @@ class _Side:
     precision: str = "ieee"
 
 
-def _resolve(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> api._Call:
+def _resolve(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> api.Call:
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, **options}
     spec = tensors.pop("spec", AttentionSpec())
     offsets = {name: tensors.pop(name, None) for name in OFFSETS}
-    return api._Call.of(spec, tensors, offsets)
+    return api.Call.of(spec, tensors, offsets)
 
 
 def _check_arguments(
-    call: api._Call,
+    call: api.Call,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     mine: Mapping[str, torch.Tensor] | None,
@@ -214,7 +214,7 @@ def _check_arguments(
 
 
 def _expected(
-    call: api._Call, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    call: api.Call, dout: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> dict[str, Expected]:
     """`expectations` in the caller's layout."""
     found = expectations(

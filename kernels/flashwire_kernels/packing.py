@@ -74,9 +74,7 @@ class Packing:
         """
         for call, own in zip(self.calls, saved, strict=True):
             call.check_saved(own.dout, own.out, own.lse, own.dlse)
-        dout, out, lse, dlse = (
-            self._given(name, saved) for name in ("dout", "out", "lse", "dlse")
-        )
+        dout, out, lse, dlse = (self._given(name, saved) for name in ("dout", "out", "lse", "dlse"))
         runner = load(self.backend)
         with without_autocast(self.inputs.q.device.type):
             if out is None or lse is None:
@@ -121,7 +119,7 @@ class Packing:
             part
             if call.problem.packed
             else part.unflatten(0, (call.problem.batch, -1)).transpose(1, 2)
-            for call, part in zip(self.calls, t.split(tokens), strict=True)
+            for call, part in zip(self.calls, torch.split(t, tokens), strict=True)
         ]
 
 

@@ -29,11 +29,12 @@ class Family:
     kind: Literal["counter", "gauge", "histogram"]
     meaning: str
     labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = BUCKETS
 
     @property
     def numbers(self) -> int:
         """Of a row: a histogram has a count for each bucket and beyond, and the sum."""
-        return len(BUCKETS) + 2 if self.kind == "histogram" else 1
+        return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
 
 # Of front ends
@@ -72,6 +73,11 @@ QUEUE_WAIT = Family(
 COMPUTE = Family(
     "flashwire_compute_seconds", "histogram",
     "Computing, copies to the device included.", ("route", "backend"),
+)  # fmt: skip
+BATCH = Family(
+    "flashwire_batch_requests", "histogram",
+    "Requests for attention or gradients that were computed together, each time.",
+    buckets=(1, 2, 4, 8, 16, 32, 64),
 )  # fmt: skip
 TRANSFER = Family(
     "flashwire_transfer_seconds", "histogram",
@@ -116,7 +122,7 @@ LOG_LINES_DROPPED = Family(
 FAMILIES = (
     REQUEST_DURATION, IN_FLIGHT, RECEIVED, SENT, REJECTED, CONNECTIONS, LOCAL_CONNECTIONS,
     SHARED_BYTES, UPLOADS, UPLOAD_BYTES,
-    QUEUE_REQUESTS, QUEUE_BYTES, QUEUE_DEVICE_BYTES, QUEUE_WAIT, COMPUTE, TRANSFER,
+    QUEUE_REQUESTS, QUEUE_BYTES, QUEUE_DEVICE_BYTES, QUEUE_WAIT, COMPUTE, BATCH, TRANSFER,
     RESIDUALS, RESIDUAL_BYTES, DEVICE_MEMORY, DEVICE_MEMORY_PEAK,
     WORKER_RESTARTS, FRONTEND_RESTARTS, QUARANTINED, RELOAD_FAILURES, LOG_LINES_DROPPED,
 )  # fmt: skip
@@ -143,7 +149,7 @@ class Meter:
     def observe(self, family: Family, value: float, *labels: str) -> None:
         """One more value of a histogram."""
         row = self._row(family, labels)
-        row[bisect.bisect_left(BUCKETS, value)] += 1
+        row[bisect.bisect_left(family.buckets, value)] += 1
         row[-1] += value
 
     def value(self, family: Family, *labels: str) -> float:

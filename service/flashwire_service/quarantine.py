@@ -2,8 +2,8 @@
 
 The supervisor keeps it, for it outlives everyone; front ends hold copies. A request is known by two
 hashes: `head` of all but its payload, cheap, so that innocents pay for nothing more; `digest` of
-all of it. A suspect that a worker survives is struck off: it was not the request. The book is
-bounded: the oldest entry makes room.
+all of it. A suspect is computed alone; one that a worker survives is struck off: it was not the
+request. The book is bounded: the oldest entry makes room.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ class Quarantine:
         """Become a copy of another book."""
         self._entries = {entry.digest: entry for entry in entries}
 
-    def died(self, head: bytes, digest: bytes) -> None:
-        """A worker has ended while it computed this request."""
-        deaths = 1 + self._deaths(self._entries.pop(digest, None))
+    def died(self, head: bytes, digest: bytes, *, alone: bool = True) -> None:
+        """A worker has ended while it computed this request; not `alone`, with others, of which
+        each is a suspect, and none more than that.
+        """
+        deaths = self._deaths(self._entries.pop(digest, None))
+        deaths = deaths + 1 if alone else max(deaths, 1)
         self._entries[digest] = Entry(head, digest, deaths, self._clock() + self._seconds)
         while len(self._entries) > MOST:
             del self._entries[next(iter(self._entries))]

@@ -159,6 +159,11 @@ class Settings:
         16 * 2**30, parse.size(1024),
         "device memory that requests a worker lets wait are estimated to need, in all", _BYTES,
     )  # fmt: skip
+    batch_tokens: int = _setting(
+        0, parse.integer(0, 2**20),
+        "queries and keys, in all, of small requests that are computed together where they wait; "
+        "0: each is computed by itself", "N",
+    )  # fmt: skip
     max_timeout_ms: int = _setting(
         300_000, parse.integer(1, 86_400_000),
         "longest wait for queue and compute; also the default", "MILLISECONDS",

@@ -249,7 +249,7 @@ class Supervisor:
                     place.ready(time.monotonic(), str(frame.facts.get("device", "")))
                     self._log.info("ready", child=place.name, pid=child.pid, **frame.facts)
                 elif isinstance(frame, Suspect):
-                    self._quarantine.died(frame.head, frame.digest)
+                    self._quarantine.died(frame.head, frame.digest, alone=frame.alone)
                     refused = self._quarantine.refuses(frame.digest)
                     self._log.warning("suspect", digest=frame.digest.hex(), refused=refused)
                 elif isinstance(frame, Acquit):

@@ -158,7 +158,7 @@ def test_what_the_cpu_backend_must_take_care_of_is_left_alone(value):
     both = calls_of([Case(**PLAIN), Case(**PLAIN)])
     assert Packing.of([call for call, _ in both], "cpu") is not None
     for name in "qk":
-        spoiled, m = calls_of([Case(**PLAIN)])[0]
+        spoiled, _ = calls_of([Case(**PLAIN)])[0]
         t = getattr(spoiled.inputs, name).clone()
         t[0, 1, 2, 3] = value
         spoiled = dataclasses.replace(
@@ -174,7 +174,7 @@ def test_a_nan_in_v_is_its_owners_alone():
 
 
 def test_what_does_not_fit_is_refused():
-    (call, m), = calls_of([Case(**PLAIN)])
+    ((call, m),) = calls_of([Case(**PLAIN)])
     together = Packing.of([call], "cpu")
     with pytest.raises(InvalidAttention, match="dout"):
         together.backward([Saved(dout=m.dout[:, :, 1:])])

@@ -174,7 +174,7 @@ def test_an_idle_worker_whose_device_fails_ends(make, tmp_path, capfd):
         front.recv(PATIENCE_S)
     assert worker.child.join(PATIENCE_S)
     assert worker.child.exit_code == DEVICE_LOST
-    assert worker.heartbeat.job == 0
+    assert worker.heartbeat.jobs == ()
     (line,) = capfd.readouterr().err.splitlines()
     assert json.loads(line)["event"] == "device failed"
     front.close()

@@ -29,7 +29,7 @@ MAX_DECODE_ROWS = 64
 """Queries times the heads that share keys, up to which the keys are split."""
 
 COUNT_FROM = 2048
-"""Queries per key from which counting infinite keys costs less than watching for infinite products."""
+"""Queries per key from which counting infinite keys costs less than watching for them."""
 
 _WIDTHS = {2: "half", 4: "single"}
 

@@ -23,6 +23,7 @@ from flashwire_kernels.fused.primitives import (
 from flashwire_kernels.tensors import Inputs
 from flashwire_kernels.validation import Problem
 
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def infinite_kernel(
     k, found, len_k, offsets_k, tile_list, tiles, heads, heads_per_row, heads_at_once,

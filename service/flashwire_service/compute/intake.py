@@ -25,7 +25,7 @@ _SPREAD = 0.5  # of Retry-After: who was refused together need not come back tog
 
 
 class Intake:
-    """Jobs that wait, and the one that runs.
+    """Jobs that wait, and those that run.
 
     max_requests, max_bytes   how many may wait, and the bytes of their bodies
     max_device_bytes          the device memory that they are estimated to need, one after the other
@@ -96,15 +96,25 @@ class Intake:
                 self._watch(self._lines.load)
                 if not self._late(ticket):
                     return ticket
-                self._lines.finish(0.0)
+                self._lines.finish(ticket, 0.0)
                 ticket.free()
             return None
+
+    def join(self, admits: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Waiting jobs, not late, to be computed together with the one just taken, if `admits` says
+        so; in a fair order. Each of them, too, is taken until `finish`.
+        """
+        with self._changed:
+            joined = self._lines.join(lambda ticket: not self._late(ticket) and admits(ticket))
+            if joined:
+                self._watch(self._lines.load)
+            return joined
 
     def finish(self, ticket: Ticket, seconds: float) -> None:
         """A taken job has ended after this much work: free it."""
         ticket.free()
         with self._changed:
-            self._lines.finish(seconds)
+            self._lines.finish(ticket, seconds)
             self._mean_s += _WEIGHT * (seconds - self._mean_s)
 
     def close(self) -> None:
@@ -153,9 +163,9 @@ class Intake:
     def _abandon(self, which: Callable[[Ticket], bool]) -> None:
         with self._changed:
             self._drop(which)
-            running = self._lines.running
-            if running is not None and which(running):
-                running.abandoned = True
+            for running in self._lines.running:
+                if which(running):
+                    running.abandoned = True
 
     def _drop(self, which: Callable[[Ticket], bool]) -> None:
         """Free the waiting jobs of a kind. With the lock held."""

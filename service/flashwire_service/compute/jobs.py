@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from flashwire_kernels import api
 from flashwire_kernels.check import check
 from flashwire_kernels.errors import InvalidAttention, Violation
-from flashwire_kernels.tensors import Backward, Forward, Skipped, Wanted
+from flashwire_kernels.tensors import Backward, Forward, Skipped
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service import meter as meters
 from flashwire_service.compute import device as devices
-from flashwire_service.compute import replies
+from flashwire_service.compute import packed, replies
 from flashwire_service.compute.arrays import tensor_at
 from flashwire_service.compute.failures import (
     DeviceLost,
@@ -26,6 +26,7 @@ from flashwire_service.compute.failures import (
     is_out_of_memory,
 )
 from flashwire_service.compute.intake import Ticket
+from flashwire_service.compute.options import OF_BACKWARD, backend_of, spec_of, wanted_of
 from flashwire_service.compute.residuals import Residuals, Saved
 from flashwire_service.compute.room import Room, forward_bytes, total_bytes
 from flashwire_service.compute.threads import Threads
@@ -35,9 +36,6 @@ from flashwire_service.logs import Log
 from flashwire_service.meter import Meter
 from flashwire_service.settings import Settings
 
-_OF_BACKWARD = ("dout", "dlse", "out", "lse")
-
-Options = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -70,7 +68,7 @@ class Outcome:
 
 
 class Jobs:
-    """Computes jobs on one device, one at a time, and holds the residuals."""
+    """Computes jobs on one device, one or a few at a time, and holds the residuals."""
 
     def __init__(
         self,
@@ -127,32 +125,68 @@ class Jobs:
     def _computed(self, ticket: Ticket) -> Answer:
         job, started = ticket.job, time.monotonic()
         self._room.require_inputs(job)
-        body = ticket.memory.view if ticket.memory else bytearray(job.body or b"")
-        tensors = {
-            name: tensor_at(body, slot).to(self._device) for name, slot in job.tensors.items()
-        }
-        self._meter.observe(meters.TRANSFER, time.monotonic() - started, "in")
+        tensors = self._tensors(ticket)
         with self._threads.fitting(tensors):
             outcome = _ROUTES[job.route](self, job, tensors)
-        return self._reply(job, outcome, started)
+        answer = self._reply(job, outcome, started)
+        if job.route in ("attention", "backward"):
+            self._meter.observe(meters.BATCH, 1)
+        return answer
+
+    def _tensors(self, ticket: Ticket) -> Tensors:
+        """A job's tensors, on the device."""
+        started, body = time.monotonic(), ticket.body
+        slots = ticket.job.tensors.items()
+        tensors = {name: tensor_at(body, slot).to(self._device) for name, slot in slots}
+        self._meter.observe(meters.TRANSFER, time.monotonic() - started, "in")
+        return tensors
+
+    def together(self, tickets: Sequence[Ticket]) -> list[Answer] | None:
+        """Compute jobs that batching.py says may be computed together, and answer each. None when
+        that fails: then each by itself finds out what is wrong. Raises DeviceLost.
+        """
+        try:
+            return self._computed_together(tickets)
+        except Exception as e:
+            self._failure(tickets[0].job, e)
+            ran_out = is_out_of_memory(e)
+        if ran_out:  # only here, see `run`
+            devices.release_cached(self._device)
+        return None
+
+    def _computed_together(self, tickets: Sequence[Ticket]) -> list[Answer] | None:
+        started = time.monotonic()
+        given = [(ticket.job, self._tensors(ticket)) for ticket in tickets]
+        with self._threads.fitting(*(tensors for _, tensors in given)):
+            found = packed.compute(given)
+        if found is None:
+            return None
+        devices.synchronize(self._device)
+        done = time.monotonic()
+        self._meter.observe(meters.BATCH, len(tickets))
+        answers = []
+        for ticket, ran in zip(tickets, found, strict=True):
+            outcome = self._outcome(ticket.job, ran, spec_of(ticket.job.options))
+            try:
+                answers.append(self._reply(ticket.job, outcome, started, done))
+            except Exception as e:
+                answers.append(Answer(self._failure(ticket.job, e)))
+        return answers
 
     # Routes
 
     def attention(self, job: Job, tensors: Tensors) -> Outcome:
         options = job.options
-        spec = _spec(options)
+        spec = spec_of(options)
         save = bool(options.get("save_for_backward"))
-        backend = options.get("backend") or "auto"
+        backend = backend_of(options)
         result_bytes = forward_bytes(tensors)
         kept_bytes = total_bytes(tensors) + result_bytes if save else 0
         if save:
             self._residuals.require(kept_bytes, job.owner, job.max_residual_bytes)
         limit = self._room.for_backend(job, backend, tensors, result_bytes, kept_bytes)
         forward = api.forward(**tensors, spec=spec, backend=backend, memory_limit=limit)
-        outcome = Outcome(
-            tensors={"out": forward.out, "lse": forward.lse if options.get("return_lse") else None},
-            meta=self._meta(forward, spec),
-        )
+        outcome = self._outcome(job, forward, spec)
         if save:
             saved = Saved(
                 spec=spec,
@@ -168,34 +202,31 @@ class Jobs:
 
     def backward(self, job: Job, tensors: Tensors) -> Outcome:
         options = job.options
-        own = {name: tensors.pop(name) for name in _OF_BACKWARD if name in tensors}
+        own = {name: tensors.pop(name) for name in OF_BACKWARD if name in tensors}
         if "dout" not in own:
             raise InvalidAttention([Violation("dout", "is missing")])
         key = options.get("residual")
         skipped: tuple[Skipped, ...] = ()
         if key is None:
-            spec = _spec(options)
-            backend = options.get("backend") or "auto"
+            spec = spec_of(options)
+            backend = backend_of(options)
         else:
             saved = self._residuals.get(key, job.owner)
             spec, tensors = saved.spec, dict(saved.tensors)
             own |= {"out": saved.out, "lse": saved.lse}
             backend = options.get("backend") or saved.backend
             skipped = () if options.get("backend") else saved.skipped
-        wanted = _wanted(options, tensors)
+        wanted = wanted_of(options, tensors)
         limit = self._room.for_backend(job, backend, tensors, total_bytes(tensors))
         backward = api.backward(
             **own, **tensors, spec=spec, wanted=wanted, backend=backend, memory_limit=limit
         )
-        g = backward.gradients
-        return Outcome(
-            tensors={"dq": g.dq, "dk": g.dk, "dv": g.dv, "dbias": g.dbias, "dsinks": g.dsinks},
-            meta=self._meta(replace(backward, skipped=backward.skipped or skipped), spec),
-            used=key if options.get("release") else None,
-        )
+        outcome = self._outcome(job, replace(backward, skipped=backward.skipped or skipped), spec)
+        outcome.used = key if options.get("release") else None
+        return outcome
 
     def check(self, job: Job, tensors: Tensors) -> Outcome:
-        options, spec = job.options, _spec(job.options.get("request") or {})
+        options, spec = job.options, spec_of(job.options.get("request") or {})
         mine = _under("mine.", tensors)
         report = check(
             **_under("request.", tensors),
@@ -222,11 +253,24 @@ class Jobs:
 
     # What routes share
 
-    def _reply(self, job: Job, outcome: Outcome, started: float) -> Answer:
+    def _outcome(self, job: Job, ran: Forward | Backward, spec: AttentionSpec) -> Outcome:
+        tensors: dict[str, torch.Tensor | None]
+        if isinstance(ran, Forward):
+            tensors = {"out": ran.out, "lse": ran.lse if job.options.get("return_lse") else None}
+        else:
+            g = ran.gradients
+            tensors = {"dq": g.dq, "dk": g.dk, "dv": g.dv, "dbias": g.dbias, "dsinks": g.dsinks}
+        return Outcome(tensors=tensors, meta=self._meta(ran, spec))
+
+    def _reply(
+        self, job: Job, outcome: Outcome, started: float, done: float | None = None
+    ) -> Answer:
+        """`done` is when it was computed; None: it is waited for."""
         try:
-            devices.synchronize(self._device)  # launches fail when they run, not when they are made
+            if done is None:  # launches fail when they run, not when they are made
+                devices.synchronize(self._device)
             now = time.monotonic()
-            queue_ms, compute_ms = 1000 * (started - job.received), 1000 * (now - started)
+            queue_ms, compute_ms = 1000 * (started - job.received), 1000 * ((done or now) - started)
             values = dict(outcome.values)
             if outcome.meta is not None:
                 total_ms = queue_ms + compute_ms
@@ -279,36 +323,6 @@ _ROUTES: dict[str, Callable[[Jobs, Job, Tensors], Outcome]] = {
     "check": Jobs.check,
     "release": Jobs.release,
 }
-
-
-def _spec(options: Options) -> AttentionSpec:
-    """The options of an attention. The front end has drawn the seed that a forward may lack."""
-    dropout = options.get("dropout") or {}
-    window = options.get("window")
-    return AttentionSpec(
-        scale=options.get("scale"),
-        causal=options.get("causal", False),
-        causal_align=options.get("causal_align", "bottom_right"),
-        window=None if window is None else tuple(window),
-        softcap=options.get("softcap"),
-        dropout_p=dropout.get("p", 0.0),
-        dropout_seed=dropout.get("seed"),
-        layout=options.get("layout"),
-        precision=options.get("precision", "ieee"),
-    )
-
-
-def _wanted(options: Options, tensors: Tensors) -> Wanted:
-    """Gradients asked for beside dq, dk, dv. Raises InvalidAttention for one of what is absent."""
-    asked = {name: bool(options.get(f"{name}_grad")) for name in ("bias", "sinks")}
-    wrong = [
-        Violation(f"{name}_grad", f"there is no {name} to differentiate")
-        for name, wish in asked.items()
-        if wish and name not in tensors
-    ]
-    if wrong:
-        raise InvalidAttention(wrong)
-    return Wanted(**asked)
 
 
 def _under(prefix: str, tensors: Tensors) -> Tensors:

@@ -4,7 +4,7 @@ The owner whose jobs have had the least time of the worker so far is next; its o
 first come, first served. Time is charged as it was measured, not estimated: what a job costs
 depends on the backend and the device, and nobody gains by making one look small. An owner who
 comes back counts as having had as much as whoever was served last, so time not used is not saved
-up. (Start-time fair queueing, Goyal, Vin and Cheng 1996, with one job at a time.)
+up. (Start-time fair queueing, Goyal, Vin and Cheng 1996, with one job at a time, or some together.)
 
 Where there is no room, whoever holds most of the queue gives way to whoever holds less.
 """
@@ -12,13 +12,15 @@ Where there is no room, whoever holds most of the queue gives way to whoever hol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flashwire_service.ipc.channel import Channel
 from flashwire_service.ipc.frames import Job
 from flashwire_service.ipc.memory import Memory
+
+NOT_ASKED = object()  # a kind of Ticket
 
 
 class Load(NamedTuple):
@@ -52,6 +54,12 @@ class Ticket:
     channel: Channel
     memory: Memory | None = None
     abandoned: bool = False  # nobody waits for the answer
+    kind: object = NOT_ASKED  # what batching.py has found out
+
+    @property
+    def body(self) -> memoryview | bytearray:
+        """The request's message, writable; a copy where it came in the frame."""
+        return self.memory.view if self.memory else bytearray(self.job.body or b"")
 
     @property
     def load(self) -> Load:
@@ -66,7 +74,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Line:
-    """The jobs of one owner. `used` is in seconds; `held` counts the job that runs, too."""
+    """The jobs of one owner. `used` is in seconds; `held` counts what runs, too."""
 
     used: float
     waiting: deque[tuple[int, Ticket]] = field(default_factory=deque)  # with a number to sort by
@@ -79,13 +87,14 @@ class Lines:
     def __init__(self, limit: Load) -> None:
         self._limit = limit
         self._lines: dict[str, _Line] = {}
-        self._running: Ticket | None = None
+        self._running: list[Ticket] = []
         self._now = 0.0  # what the owner served last had used then
         self._numbers = 0
         self.load = Load()  # of all that waits
 
     @property
-    def running(self) -> Ticket | None:
+    def running(self) -> Sequence[Ticket]:
+        """What is computed now, together."""
         return self._running
 
     @property
@@ -138,19 +147,33 @@ class Lines:
         if not lines:
             return None
         line = min(lines, key=lambda line: (line.used, line.waiting[0][0]))
-        _, ticket = line.waiting.popleft()
-        self.load = self.load.minus(ticket.load)
         self._now = max(self._now, line.used)
-        self._running = ticket
-        return ticket
+        return self._start(line, line.waiting[0])
 
-    def finish(self, seconds: float) -> None:
-        """The job that runs has ended, after so much time of the worker's."""
-        if self._running is not None:
-            line = self._lines[self._running.job.owner]
-            line.held = line.held.minus(self._running.load)
-            line.used += seconds
-            self._running = None
+    def join(self, admits: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Jobs that wait and may run together with the one that runs: of each owner the first that
+        is admitted, whoever has had least first, then of each a second, and so on; the owner of the
+        one that runs comes last. Each job is asked about once at most.
+        """
+        mine = {ticket.job.owner for ticket in self._running}
+        lines = [(owner, line) for owner, line in self._lines.items() if line.waiting]
+        lines.sort(key=lambda row: (row[0] in mine, row[1].used, row[1].waiting[0][0]))
+        turns = deque((line, iter(tuple(line.waiting))) for _, line in lines)
+        joined = []
+        while turns:
+            line, rest = turns.popleft()
+            row = next((row for row in rest if admits(row[1])), None)
+            if row is not None:
+                joined.append(self._start(line, row))
+                turns.append((line, rest))
+        return joined
+
+    def finish(self, ticket: Ticket, seconds: float) -> None:
+        """A job that runs has ended, after so much time of the worker's."""
+        self._running.remove(ticket)
+        line = self._lines[ticket.job.owner]
+        line.held = line.held.minus(ticket.load)
+        line.used += seconds
         self._forget()
 
     def remove(self, which: Callable[[Ticket], bool]) -> list[Ticket]:
@@ -165,13 +188,20 @@ class Lines:
         self._forget()
         return removed
 
+    def _start(self, line: _Line, row: tuple[int, Ticket]) -> Ticket:
+        """A job waits no more: it runs."""
+        line.waiting.remove(row)
+        self.load = self.load.minus(row[1].load)
+        self._running.append(row[1])
+        return row[1]
+
     def _held(self, owner: str) -> Load:
         line = self._lines.get(owner)
         return line.held if line else Load()
 
     def _forget(self) -> None:
         """Owners of whom nothing is here and who have had no more than others."""
-        if self._running is None and not self.load.requests:
+        if not self._running and not self.load.requests:
             self._lines.clear()
             return
         for owner, line in list(self._lines.items()):

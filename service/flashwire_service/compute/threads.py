@@ -22,11 +22,11 @@ class Threads:
         self._all = torch.get_num_threads()
 
     @contextlib.contextmanager
-    def fitting(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within, torch uses one thread where these tensors, if q and k are among them, are little
-        work.
+    def fitting(self, *jobs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Within, torch uses one thread where the tensors of these jobs, if q and k are among them,
+        are little work.
         """
-        few = self._all > 1 and _work(tensors) < _WORTH_IT
+        few = self._all > 1 and sum(map(_work, jobs)) < _WORTH_IT
         if few:
             torch.set_num_threads(1)
         try:

@@ -81,8 +81,6 @@ def compute(entry: Entry, device: torch.device, step: Callable[[], object]) -> N
 
 def shapes(entry: Entry) -> Iterator[Shape]:
     """What differs in the eyes of Triton, or runs other kernels."""
-    from flashwire_kernels.fused.infinite import COUNT_FROM  # triton, where there is a GPU
-
     heads = sorted({1, 2, _ALIGNED // math.gcd(_ALIGNED, entry.group), _ALIGNED})
     batches = (1, 2) if entry.alibi else (1,)  # more than one row may share slopes
     for batch, heads_kv, len_q, len_k in itertools.product(batches, heads, _FEW, _FEW):

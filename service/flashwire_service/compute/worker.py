@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashwire_service import logs
 from flashwire_service import meter as meters
-from flashwire_service.compute.intake import Intake
+from flashwire_service.compute.intake import Intake, Ticket
 from flashwire_service.compute.lines import Load
 from flashwire_service.compute.links import Links
 from flashwire_service.ipc.frames import Failure, Hello, Ready
@@ -30,7 +30,8 @@ from flashwire_service.settings import Settings
 if TYPE_CHECKING:
     import torch
 
-    from flashwire_service.compute.jobs import Jobs
+    from flashwire_service.compute.batching import Batching
+    from flashwire_service.compute.jobs import Answer, Jobs
     from flashwire_service.compute.proving import Proving
 
 BUSY_GRACE_S = 5.0  # beyond the longest deadline, before a busy loop counts as hung
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         return os.EX_CONFIG
     facts = _prepare(chosen, adopted.settings, heartbeat, log)
 
+    from flashwire_service.compute.batching import Batching
     from flashwire_service.compute.jobs import Jobs
     from flashwire_service.compute.proving import Proving
 
@@ -76,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
     threading.Thread(target=_link, args=(links, log), name="intake", daemon=True).start()
-    return _compute(adopted, heartbeat, intake, links, jobs, proving)
+    batching = Batching(chosen, own.batch_tokens)
+    return _compute(adopted, heartbeat, intake, links, jobs, proving, batching)
 
 
 def _prepare(
@@ -142,33 +145,41 @@ def _compute(
     links: Links,
     jobs: Jobs,
     proving: Proving,
+    batching: Batching,
 ) -> int:
     """The compute loop, until the intake is closed and empty."""
     from flashwire_service.compute.failures import DeviceLost
 
     busy_limit = adopted.settings.max_timeout_ms / 1000 + BUSY_GRACE_S
+
+    def mark(tickets: Sequence[Ticket]) -> None:
+        heartbeat.busy(time.monotonic() + busy_limit, *(ticket.job.id for ticket in tickets))
+
     while not intake.exhausted:
         heartbeat.idle()
         jobs.sweep()
         jobs.measure()
-        ticket = intake.take(BEAT_S)
-        started = time.monotonic()
+        first = intake.take(BEAT_S)
         try:
-            if ticket is None:
+            if first is None:
                 proving.turn()
                 continue
-            heartbeat.busy(started + busy_limit, ticket.job.id)
-            answer = jobs.run(ticket)
+            batch = batching.batch(first, intake)
+            for ticket, answer, seconds in batching.answered(batch, jobs, mark):
+                intake.finish(ticket, seconds)
+                _send(links, jobs, ticket, answer)
         except DeviceLost:  # whoever waits for this worker learns it from the end of the socket
             _end(DEVICE_LOST)
-        intake.finish(ticket, time.monotonic() - started)
-        try:
-            if ticket.abandoned or not links.answer(ticket, answer.frame, answer.fd):
-                jobs.discard(ticket, answer)
-        finally:
-            answer.close()
     heartbeat.busy(time.monotonic() + STEP_LIMIT_S)  # the supervisor's patience with an end is less
     return os.EX_OK
+
+
+def _send(links: Links, jobs: Jobs, ticket: Ticket, answer: Answer) -> None:
+    try:
+        if ticket.abandoned or not links.answer(ticket, answer.frame, answer.fd):
+            jobs.discard(ticket, answer)
+    finally:
+        answer.close()
 
 
 if __name__ == "__main__":

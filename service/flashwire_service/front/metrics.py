@@ -157,7 +157,7 @@ def _metric(family: Family, rows: Mapping[tuple[str, ...], list[float]]) -> Metr
     name, meaning, labels = family.name, family.meaning, family.labels
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(name, meaning, labels=labels)
-        bounds = [*map(floatToGoString, meter.BUCKETS), "+Inf"]
+        bounds = [*map(floatToGoString, family.buckets), "+Inf"]
         for values, (*counts, total) in sorted(rows.items()):
             buckets = list(zip(bounds, accumulate(counts), strict=True))
             histogram.add_metric(values, buckets, total)

@@ -85,20 +85,23 @@ class _Worker:
     hello: Hello | None = None
     heartbeat: Heartbeat | None = None  # None when there was no descriptor for it
     waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
-    given_up: tuple[int, Evidence] | None = None  # the job that it computes for nobody
+    given_up: dict[int, Evidence] = field(default_factory=dict)  # jobs it computes for nobody
 
     @property
-    def computing(self) -> int:
-        """The id of the job that it computes, or computed when it ended; 0: none, or unknown."""
-        return 0 if self.heartbeat is None else self.heartbeat.job
+    def computing(self) -> tuple[int, ...]:
+        """The ids of the jobs that it computes together, or computed when it ended; none where
+        that is unknown.
+        """
+        return () if self.heartbeat is None else self.heartbeat.jobs
 
 
 class _WorkerDied(Refusal):
-    """Its worker has ended; `computing` when it was this request that the worker was at."""
+    """Its worker has ended; `computing` when it was at this request, `alone` when at no other."""
 
-    def __init__(self, *, computing: bool = False) -> None:
+    def __init__(self, *, computing: bool = False, alone: bool = True) -> None:
         super().__init__("worker_died", "the worker that computed this request has ended")
         self.computing = computing
+        self.alone = alone
 
 
 class Pool:
@@ -165,8 +168,9 @@ class Pool:
     def sweep(self) -> None:
         """Let go of what was given up and is no more computed. To be called now and then."""
         for worker in self._workers.values():
-            if worker.given_up is not None and worker.given_up[0] != worker.computing:
-                worker.given_up = None
+            if worker.given_up:
+                computing = worker.computing
+                worker.given_up = {n: e for n, e in worker.given_up.items() if n in computing}
 
     async def run(self, work: Work, worker: int | None = None) -> Answer:
         """The answer of the least busy worker, or of the named one. The caller closes its memory.
@@ -181,27 +185,29 @@ class Pool:
         deadline = time.monotonic() + work.timeout_s
         suspect = await self._known_suspect(work)
         try:
-            answer = await self._run_on(self._choose(worker), work, deadline)
+            answer = await self._run_on(
+                self._choose(worker), work, deadline, alone=suspect is not None
+            )
         except _WorkerDied as died:
             if died.computing:
-                suspect = await self._blame(Evidence.of(work))
+                suspect = await self._blame(Evidence.of(work), alone=died.alone)
             if worker is not None or not self._ready():
                 raise
-            answer = await self._run_again(work, deadline)
+            answer = await self._run_again(work, deadline, alone=suspect is not None)
         if suspect is not None and self._suspects.survived(suspect):
             self._report(Acquit(digest=suspect))
         return answer
 
-    async def _run_again(self, work: Work, deadline: float) -> Answer:
+    async def _run_again(self, work: Work, deadline: float, *, alone: bool) -> Answer:
         try:
-            return await self._run_on(self._choose(None), work, deadline)
+            return await self._run_on(self._choose(None), work, deadline, alone=alone)
         except _WorkerDied as died:
             if died.computing:
-                await self._blame(Evidence.of(work))
+                await self._blame(Evidence.of(work), alone=died.alone)
             raise
 
-    async def _run_on(self, chosen: _Worker, work: Work, deadline: float) -> Answer:
-        job = self._job(work, deadline)
+    async def _run_on(self, chosen: _Worker, work: Work, deadline: float, *, alone: bool) -> Answer:
+        job = self._job(work, deadline, alone=alone)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         chosen.waiting[job.id] = future
         try:
@@ -234,18 +240,20 @@ class Pool:
         self._refuse(digest)
         return digest
 
-    async def _blame(self, evidence: Evidence) -> bytes:
-        """A worker ended of it. Returns its digest, or raises Refusal (quarantined)."""
+    async def _blame(self, evidence: Evidence, *, alone: bool) -> bytes:
+        """A worker ended of it, or of one of those computed with it. Returns its digest, or raises
+        Refusal (quarantined).
+        """
         digest = await evidence.digest()
         if not self.draining:
-            self._suspects.died(evidence.head, digest)
-            self._report(Suspect(head=evidence.head, digest=digest))
+            self._suspects.died(evidence.head, digest, alone=alone)
+            self._report(Suspect(head=evidence.head, digest=digest, alone=alone))
             self._refuse(digest)
         return digest
 
-    async def _blame_unheard(self, evidence: Evidence) -> None:
+    async def _blame_unheard(self, evidence: Evidence, *, alone: bool) -> None:
         with contextlib.suppress(Refusal):  # its caller has left
-            await self._blame(evidence)
+            await self._blame(evidence, alone=alone)
 
     def _refuse(self, digest: bytes) -> None:
         if self._suspects.refuses(digest):
@@ -272,7 +280,7 @@ class Pool:
             raise Refusal("no_worker", "no worker is ready")
         return min(ready, key=lambda w: len(w.waiting))
 
-    def _job(self, work: Work, deadline: float) -> Job:
+    def _job(self, work: Work, deadline: float, *, alone: bool) -> Job:
         return Job(
             id=next(self._ids),
             route=work.route,
@@ -288,6 +296,7 @@ class Pool:
             max_residual_bytes=work.max_residual_bytes,
             device_bytes=work.device_bytes,
             accept=work.accept,
+            alone=alone,
             received=time.monotonic(),
             deadline=deadline,
         )
@@ -346,14 +355,16 @@ class Pool:
         if self._workers.get(worker.index) is worker:
             del self._workers[worker.index]
         computing = worker.computing
+        alone = len(computing) == 1
         for number, future in worker.waiting.items():
             if not future.done():
-                future.set_exception(_WorkerDied(computing=number == computing))
-        if worker.given_up is not None and worker.given_up[0] == computing:
-            task = asyncio.ensure_future(self._blame_unheard(worker.given_up[1]))
-            self._blaming.add(task)
-            task.add_done_callback(self._blaming.discard)
-        worker.given_up = None
+                future.set_exception(_WorkerDied(computing=number in computing, alone=alone))
+        for number, evidence in worker.given_up.items():
+            if number in computing:
+                task = asyncio.ensure_future(self._blame_unheard(evidence, alone=alone))
+                self._blaming.add(task)
+                task.add_done_callback(self._blaming.discard)
+        worker.given_up = {}
         if worker.heartbeat is not None:
             worker.heartbeat.close()
             worker.heartbeat = None
@@ -380,9 +391,9 @@ def _give_up(worker: _Worker, job: Job, work: Work, future: asyncio.Future[Answe
         if memory is not None:
             memory.close()
     _tell(worker, Cancel(id=job.id))
-    if worker.computing == job.id:
+    if job.id in worker.computing:
         with contextlib.suppress(OSError):  # no mapping to be had: its death would go unexplained
-            worker.given_up = job.id, Evidence.of(work)
+            worker.given_up[job.id] = Evidence.of(work)
 
 
 def _heartbeat(fd: int | None) -> Heartbeat | None:

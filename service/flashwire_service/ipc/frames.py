@@ -35,6 +35,7 @@ class Job:
               what this owner may have of the worker's queue and saved forwards; None: all of it
     device_bytes
               memory that computing it is estimated to need: inputs, results and what lies between
+    alone     to be computed with no other: one of those whose computing ended a worker
     """
 
     kind: ClassVar[str] = "job"
@@ -49,6 +50,7 @@ class Job:
     max_residual_bytes: int | None = None
     device_bytes: int = 0
     accept: str = "msgpack"
+    alone: bool = False
     received: float = 0.0
     deadline: float = 0.0
 
@@ -167,11 +169,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """To the supervisor: a worker has ended while it computed this request (quarantine.py)."""
+    """To the supervisor: a worker has ended while it computed this request, alone or with others
+    (quarantine.py).
+    """
 
     kind: ClassVar[str] = "suspect"
     head: bytes
     digest: bytes
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ page outlives its process, and says what it was computing.
 
 from __future__ import annotations
 
+import itertools
 import time
 
 from flashwire_service.ipc.memory import Memory
@@ -14,6 +15,7 @@ from flashwire_service.ipc.memory import Memory
 SIZE = 4096
 IDLE_LIMIT_S = 2.0  # a worker idle and silent for longer is hung
 BEAT_S = 0.5  # how often an idle loop beats; that of a front end always
+MOST_JOBS = 64  # that are computed together
 
 
 class Heartbeat:
@@ -22,7 +24,7 @@ class Heartbeat:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._cells = memory.view[:16].cast("d")  # last beat, busy until
-        self._job = memory.view[16:24].cast("Q")
+        self._jobs = memory.view[16 : 16 + 8 * MOST_JOBS].cast("Q")  # up to the first 0
 
     @classmethod
     def create(cls) -> Heartbeat:
@@ -36,11 +38,18 @@ class Heartbeat:
         """Written by the loop: ready, and waiting for work. A front end's loop is never busy."""
         self._cells[0] = time.monotonic()
         self._cells[1] = 0.0
-        self._job[0] = 0
+        self._jobs[0] = 0
 
-    def busy(self, until: float, job: int = 0) -> None:
-        """Written by the loop: at work that may last until then, on the job of this id if any."""
-        self._job[0] = job
+    def busy(self, until: float, *jobs: int) -> None:
+        """Written by the loop: at work that may last until then, on the jobs of these ids if any;
+        at most MOST_JOBS.
+        """
+        self._jobs[0] = 0
+        for place, job in enumerate(jobs[1:], 1):
+            self._jobs[place] = job
+        if 0 < len(jobs) < MOST_JOBS:
+            self._jobs[len(jobs)] = 0
+        self._jobs[0] = jobs[0] if jobs else 0  # last: now readers see them all
         self._cells[1] = until
         self._cells[0] = time.monotonic()
 
@@ -49,9 +58,9 @@ class Heartbeat:
         return bool(self._cells[0])
 
     @property
-    def job(self) -> int:
-        """The id of the job that is being computed, or was when the process ended; 0: none."""
-        return self._job[0]
+    def jobs(self) -> tuple[int, ...]:
+        """The ids of what is being computed together, or was when the process ended."""
+        return tuple(itertools.takewhile(bool, self._jobs))
 
     def complaint(self, now: float, idle_limit: float = IDLE_LIMIT_S) -> str | None:
         """Why the loop counts as hung, or None."""
@@ -66,5 +75,5 @@ class Heartbeat:
 
     def close(self) -> None:
         self._cells.release()
-        self._job.release()
+        self._jobs.release()
         self.memory.close()

@@ -328,6 +328,51 @@ async def test_who_only_waited_is_innocent(ends: Ends, told: Told) -> None:
     assert told.frames == []
 
 
+async def test_who_dies_in_company_is_tried_alone(ends: Ends, told: Told) -> None:
+    only = await ends.worker()
+    bodies = (b"bad", b"good", b"also good")
+    asked = [ask(ends, body=body) for body in bodies]
+    jobs = [await only.job() for _ in asked]
+    assert [job.alone for job in jobs] == [False] * 3
+    asked.append(ask(ends, body=b"waits"))
+    await only.job()
+    only.heartbeat.busy(time.monotonic() + 9, *(job.id for job in jobs))
+    only.channel.close()
+    assert [await refused(task) for task in asked] == ["worker_died"] * 4
+    suspects = told.frames
+    assert [frame.alone for frame in suspects if isinstance(frame, Suspect)] == [False] * 3
+    second = await ends.worker()
+    again = ask(ends, body=b"good")
+    job = await second.compute()
+    assert job.alone
+    second.answer(job)
+    assert (await again).reply.body == b"ok"
+    assert [type(frame) for frame in told.frames] == [Acquit]
+    for body, alone in ((b"good", False), (b"waits", False), (b"bad", True)):
+        again = ask(ends, body=body)
+        job = await second.compute()
+        assert job.alone == alone
+        if body != b"bad":
+            second.answer(job)
+            await again
+    second.channel.close()
+    assert await refused(again) == "quarantined"
+
+
+async def test_who_is_given_up_in_company_is_a_suspect(ends: Ends, told: Told) -> None:
+    played = await ends.worker()
+    asked = [ask(ends, timeout_s=0.1, body=body) for body in (b"a", b"b", b"c")]
+    jobs = [await played.job() for _ in asked]
+    played.heartbeat.busy(time.monotonic() + 9, jobs[0].id, jobs[1].id)
+    assert [await refused(task) for task in asked] == ["deadline_exceeded"] * 3
+    assert {type((await played.next())[0]) for _ in asked} == {Cancel}
+    ends.pool.sweep()
+    played.channel.close()
+    told_of: list[Frame] = []
+    await ends.until(lambda: told_of.extend(told.frames) or len(told_of) == 2)
+    assert [frame.alone for frame in told_of if isinstance(frame, Suspect)] == [False] * 2
+
+
 @pytest.mark.parametrize("size", [3, 100_000])
 async def test_what_was_given_up_may_yet_end_its_worker(ends: Ends, told: Told, size: int) -> None:
     """A hung worker is killed after the deadlines of all who wait for it."""

@@ -26,6 +26,18 @@ def test_two_deaths_in_a_row_are_refused_for_a_time():
     assert not suspects.refuses(b"digest")
 
 
+def test_deaths_in_company_make_a_suspect_and_no_more() -> None:
+    suspects, _ = book()
+    for _ in range(3):
+        suspects.died(b"head", b"digest", alone=False)
+    assert suspects.knows(b"head")
+    assert not suspects.refuses(b"digest")
+    suspects.died(b"head", b"digest")
+    assert suspects.refuses(b"digest")
+    suspects.died(b"head", b"digest", alone=False)
+    assert suspects.refuses(b"digest")
+
+
 def test_a_death_between_two_others_is_not_forgotten_by_success_of_another():
     suspects, _ = book()
     suspects.died(b"head", b"one")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashwire_kernels import api
+from flashwire_kernels.fused.config import COUNT_FROM
 from flashwire_kernels.tensors import Wanted
 from flashwire_kernels.types import AttentionSpec
 from flashwire_service import warmup

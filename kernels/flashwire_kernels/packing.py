@@ -115,12 +115,15 @@ class Packing:
         return self._parts(t, [call.problem.tokens_k for call in self.calls])
 
     def _parts(self, t: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
-        return [
-            part
-            if call.problem.packed
-            else part.unflatten(0, (call.problem.batch, -1)).transpose(1, 2)
-            for call, part in zip(self.calls, torch.split(t, tokens), strict=True)
-        ]
+        parts = torch.split(t, tokens)
+        return [_dense(part, call.problem) for call, part in zip(self.calls, parts, strict=True)]
+
+
+def _dense(rows: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Packed rows (T, H, ...) of one call in its canonical form."""
+    if problem.packed:
+        return rows
+    return rows.view(problem.batch, -1, *rows.shape[1:]).transpose(1, 2)
 
 
 def _joined(tensors: Sequence[torch.Tensor], calls: Sequence[Call]) -> torch.Tensor:

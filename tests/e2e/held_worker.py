@@ -1,5 +1,5 @@
-"""A worker that jobs of scale HOLD hold up while there is a file $HELD, and that dies of DEADLY in a
-q, alone or in company.
+"""A worker that jobs of scale HOLD hold up while there is a file $HELD, and that dies of DEADLY in
+a q, alone or in company.
 """
 
 import os

@@ -5,7 +5,9 @@
 Two services, alike but for `--batch-tokens`, in one run. In each round both are asked, in an order
 that turns, by 8 and by 16 callers, for requests of mixed and of equal lengths; ratios are medians
 over rounds. Callers are connections of one process that sends what was encoded before: what is
-left of the machine is the service's. Ends with exit status 0: nothing is promised on a CPU.
+left of the machine is the service's. Before that, what a worker computes of eight such requests one
+by one and together, by the time of its own thread, whatever else the machine does. Nothing is
+promised on a CPU.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import socket
 import statistics
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
+import torch
 
 from cpu import processor
 from flashwire import wire
+from flashwire_kernels import api
+from flashwire_kernels.packing import Packing
+from flashwire_kernels.types import AttentionSpec
 from load.service import Service
 
 HEADS, DIM = 4, 64
@@ -34,6 +39,12 @@ _HEAD_END = b"\r\n\r\n"
 def main(chosen: argparse.Namespace) -> None:
     rounds, seconds = (1, 0.3) if chosen.quick else (chosen.rounds, chosen.seconds)
     print(f"{processor()}; {HEADS} heads, D {DIM}, float32, causal; {rounds} rounds of {seconds} s")
+    for lengths, sizes in LENGTHS.items():
+        one_by_one, together = _computing(sizes, 5 if chosen.quick else 200)
+        print(
+            f"{lengths} lengths, computing {len(sizes)} of them: one by one {one_by_one:.2f} ms, "
+            f"together {together:.2f} ms, ratio {one_by_one / together:.2f}"
+        )
     with Service() as off, Service("--batch-tokens", str(chosen.tokens)) as on:
         services = {"off": off, "on": on}
         for service in services.values():
@@ -42,6 +53,38 @@ def main(chosen: argparse.Namespace) -> None:
             bodies = [_request(length) for length in sizes]
             for callers in CALLERS:
                 _report(lengths, callers, services, bodies, rounds, seconds)
+
+
+def _computing(sizes: Sequence[int], rounds: int) -> tuple[float, float]:
+    """Milliseconds, medians: forwards one by one, and packed together."""
+    torch.set_num_threads(1)
+    requests = [_tensors(length) for length in sizes]
+    spec = AttentionSpec(causal=True)
+
+    def one_by_one() -> object:
+        return [api.forward(*request, spec=spec) for request in requests]
+
+    def together() -> object:
+        calls = [
+            api.Call.of(spec, dict(zip("qkv", request, strict=True)), {}) for request in requests
+        ]
+        packing = Packing.of(calls, "cpu")
+        return packing and [out.contiguous() for out, _ in packing.forward()]
+
+    found: dict[Callable[[], object], list[float]] = {one_by_one: [], together: []}
+    for _ in range(rounds):
+        for compute, times in found.items():
+            started = time.thread_time()
+            compute()
+            times.append(1000 * (time.thread_time() - started))
+    first, second = (statistics.median(times) for times in found.values())
+    return first, second
+
+
+def _tensors(length: int) -> list[torch.Tensor]:
+    """q, k and v."""
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(1, HEADS, length, DIM, generator=generator) for _ in range(3)]
 
 
 def _report(
@@ -68,11 +111,9 @@ def _report(
 
 def _request(length: int) -> bytes:
     """A whole HTTP request."""
-    rng = np.random.default_rng(length)
     header = wire.Header("float32", (1, HEADS, length, DIM))
-    payloads = {
-        name: (header, rng.standard_normal(header.shape, np.float32).tobytes()) for name in "qkv"
-    }
+    data = (bytes(t.numpy()) for t in _tensors(length))
+    payloads = {name: (header, raw) for name, raw in zip("qkv", data, strict=True)}
     body = wire.encode({"causal": True}, payloads)
     head = f"POST /attention HTTP/1.1\r\nhost: flashwire\r\ncontent-length: {len(body)}"
     return head.encode() + _HEAD_END + body

@@ -179,7 +179,7 @@ async def test_a_reply_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyP
     async with front(Pool(size=LARGE), min_download_rate=2**22) as served:
         reader, writer = await served.open(good(), sock=narrow())
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await until(lambda: served.pool.memories and served.pool.memories[0].fd < 0)
+        await until(lambda: served.pool.memories and served.pool.memories[0].size < 0)
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert await ends(reader)
 

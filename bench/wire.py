@@ -109,7 +109,7 @@ def _company(found: Found, addresses: Addresses, callers: int, chosen: argparse.
     with Company(callers) as company:
         for _ in range(rounds):
             for name in names:
-                rate = company.rate(name, *addresses[name], seconds)
+                rate = company.rate(name, addresses[name], seconds)
                 found.company.setdefault(name, []).append(rate)
 
 

@@ -24,7 +24,7 @@ class Company:
         self._callers = callers
         self._pool = context.Pool(callers, _join, (context.Barrier(callers),))
 
-    def rate(self, name: str, address: int | str, seconds: float) -> float:
+    def rate(self, name: str, address: tuple[int | str, ...], seconds: float) -> float:
         """Tiny requests a second that all together are answered, for so long."""
         jobs = [(name, address, seconds)] * self._callers
         return sum(self._pool.starmap(_call, jobs, chunksize=1)) / seconds
@@ -42,9 +42,9 @@ def _join(barrier: Barrier) -> None:
     _together.append(barrier)
 
 
-def _call(name: str, address: int | str, seconds: float) -> int:
+def _call(name: str, address: tuple[int | str, ...], seconds: float) -> int:
     """Requests answered between the moment when all are there and the end."""
-    wire = _wires.get(name) or _wires.setdefault(name, MAKERS[name](address))
+    wire = _wires.get(name) or _wires.setdefault(name, MAKERS[name](*address))
     tensors = TINY.tensors()
     wire.carry(TINY, tensors)
     _together[0].wait(_START_S)

@@ -14,7 +14,12 @@ def test_quick() -> None:
         [sys.executable, BENCH / "wire.py", "--quick"], capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    for row in ("768 KiB: 786,432 bytes up", "raw unix socket", "plain service", "flashwire, unix"):
+    for row in (
+        "768 KiB: 786,432 bytes up",
+        "raw unix socket",
+        "plain service",
+        "flashwire, shared",
+    ):
         assert row in done.stdout
     tiny = [line for line in done.stdout.splitlines() if line.startswith("tiny: p50")]
     assert tiny[0].endswith(("pass", "FAIL"))

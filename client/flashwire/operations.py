@@ -5,12 +5,15 @@ These are the methods of Client and AsyncClient, docstrings included.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, Unpack
 from urllib.parse import quote
+
+import msgpack
 
 from flashwire import tensors, wire
 from flashwire.core import Operation, Response, read_message
@@ -287,9 +290,16 @@ def _post(
     timeout: float | None,
     gone: Literal["raise", "lost"] = "raise",
 ) -> Operation[T]:
-    layout = wire.lay_out(values, {name: payload.header for name, payload in arrays.items()})
+    headers = tuple((name, payload.header) for name, payload in arrays.items())
+    layout = _laid_out(msgpack.packb(values), headers)
     buffers = layout.buffers({name: payload.data for name, payload in arrays.items()})
     return Operation("POST", path, read, tuple(buffers), layout.size, timeout, gone=gone)
+
+
+@functools.lru_cache(maxsize=256)
+def _laid_out(options: bytes, headers: tuple[tuple[str, wire.Header], ...]) -> wire.Layout:
+    """wire.lay_out of packed options. Callers ask for the same shapes again and again."""
+    return wire.lay_out(msgpack.unpackb(options), dict(headers))
 
 
 @contextmanager

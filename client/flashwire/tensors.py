@@ -7,6 +7,7 @@ torch tensor can only be given by a caller who has imported torch.
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -71,7 +72,7 @@ def pack(name: str, value: Array, dtype: str | None = None) -> Payload:
     if not isinstance(value, (np.ndarray, np.generic)) or isinstance(value, np.ma.MaskedArray):
         given = type(value).__name__
         raise Invalid(f"must be a NumPy array or a torch tensor, got {given}", field=name)
-    given = value.dtype.name
+    given = _name_of(value.dtype)
     _check_dtype(name, given, dtype)
     array = np.asarray(value)
     if dtype is not None and dtype != given:
@@ -114,6 +115,13 @@ def _in_place(ref: TensorRef, body: npt.NDArray[np.uint8]) -> npt.NDArray[np.uin
     return None if flat.ctypes.data % ALIGNMENT else flat
 
 
+@functools.lru_cache(maxsize=64)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """dtype.name, which NumPy composes anew each time."""
+    return dtype.name
+
+
+@functools.lru_cache(maxsize=64)
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """NumPy's dtype of a name of the wire; bfloat16 is that of ml_dtypes, imported for it."""
     if name != "bfloat16":

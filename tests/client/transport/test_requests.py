@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from typing import Any
 
@@ -71,6 +72,40 @@ def test_refused_early(server: Any, caller: Any) -> None:
     got = caller.send("POST", content=[BIG], headers={"content-length": str(len(BIG))})
     assert (got.status, got.body) == (413, b"no")
     assert caller.send().body == b"ok"
+
+
+@pytest.mark.parametrize("kind", ["ours-sync", "ours-async"])  # httpx writes until it times out
+def test_refused_by_a_server_that_reads_no_more(server: Any, caller: Any) -> None:
+    answered = threading.Event()
+
+    def behave(peer: Any) -> bool:
+        peer.head()
+        peer.send(b"HTTP/1.1 102 Processing\r\n\r\n" + REFUSAL)
+        return answered.wait(3)
+
+    server.script = [behave]
+    try:
+        got = caller.send("POST", content=[BIG], timeout=httpx.Timeout(5, write=1))
+    finally:
+        answered.set()
+    assert (got.status, got.body) == (413, b"no")
+    assert server.result(), "it did not wait for the connection to end"
+    assert caller.send().body == b"ok"
+
+
+def test_answered_early_and_read_to_the_end(server: Any, caller: Any) -> None:
+    """An interim reply, or the beginning of a good one, is no reason to stop sending."""
+
+    def behave(peer: Any) -> bytes:
+        head = peer.head()
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no")
+        body: bytes = peer.body(head)
+        peer.send(b"k")
+        return body
+
+    server.script = [behave]
+    assert caller.send("POST", content=[BIG]).body == b"ok"
+    assert server.result() == BIG
 
 
 @pytest.mark.parametrize("headers", [{"x": "a\r\nb"}, {"a b": "x"}, {"x": "a\0"}])

@@ -115,7 +115,8 @@ def read_loop(case: Case, call: Call, listing: str) -> Loop | None:
     """The steady loop of what a call became."""
     card, warps = CARDS[case.arch], call.config.warps
     scores = call.constants["M"] * call.constants["N"] / (card.lanes * warps)
-    steady = steady_loop(parse(listing), scores)
+    each = 2 if "softcap" in case.variant.options else 1  # a tanh takes one, too
+    steady = steady_loop(parse(listing), scores * each)
     if steady is None:
         return None
     body = steady.body

@@ -21,25 +21,25 @@ class Steady:
     tiles: int
 
 
-def steady_loop(code: Code, scores: float) -> Steady | None:
-    """The steady loop of a kernel whose threads have so many scores of a tile each; None if no loop
-    takes an exponential of each.
+def steady_loop(code: Code, least: float) -> Steady | None:
+    """The steady loop of a kernel whose threads take `least` exponentials or more of a whole tile:
+    one of each score, and what scores are made of. None if no loop does.
 
     Of the loops that do, those over unmasked and over masked tiles, and what a compiler splits them
     into, an unrolled loop comes before its remainder; then, the one with the least to do beside
     products is the unmasked one. If products are left to other warps, their loops are added, as if
     every warp ran them.
     """
-    bodies = _innermost(code, scores)
-    taking = [body for body in bodies if _exponentials(body) >= scores]
+    bodies = _innermost(code, least)
+    taking = [body for body in bodies if _exponentials(body) >= least]
     if not taking:
         return None
-    most, least = (pick(_exponentials(body) for body in taking) for pick in (max, min))
+    most, fewest = (pick(_exponentials(body) for body in taking) for pick in (max, min))
     full = [body for body in taking if _exponentials(body) > most / 2]
     body = min(full, key=_beside)
     if not _any(body, _is_matrix):
         body = body + _of_other_warps([b for b in bodies if b not in taking])
-    return Steady(body, round(most / least))
+    return Steady(body, round(most / fewest))
 
 
 def _of_other_warps(bodies: list[Body]) -> Body:
@@ -69,7 +69,7 @@ def _exponentials(body: Body) -> int:
     return sum(i.exponential for i in body)
 
 
-def _innermost(code: Code, scores: float) -> list[Body]:
+def _innermost(code: Code, least: float) -> list[Body]:
     """The loops within which no other computes tiles, without those within them that wait."""
     graph = _Graph(code)
     loops = graph.loops()
@@ -77,7 +77,7 @@ def _innermost(code: Code, scores: float) -> list[Body]:
     for header, nodes in loops.items():
         inner = [other for h, other in loops.items() if h != header and other < nodes]
         computing = (graph.body(other) for other in inner)
-        if not any(_exponentials(b) >= scores or _any(b, _is_matrix) for b in computing):
+        if not any(_exponentials(b) >= least or _any(b, _is_matrix) for b in computing):
             waiting = set().union(*(o for o in inner if len(graph.body(o)) <= _LONGEST_WAIT))
             waiting |= {n for n in nodes if graph.only_returns(n, waiting)}
             found.append(graph.body(nodes - waiting))

@@ -174,8 +174,15 @@ def spilled_bytes(usage: str, listing: str) -> int:
 def _read_hip(asm: dict[str, Any]) -> tuple[str, int, int]:
     """(listing, vector and accumulation registers, spilled bytes)."""
     listing = asm["amdgcn"]
-    spilled = _number(r"\.private_segment_fixed_size: +(\d+)", listing)
-    return listing, _number(r"\.vgpr_count: +(\d+)", listing), spilled
+    return listing, _number(r"\.vgpr_count: +(\d+)", listing), spilled_bytes_of_hip(listing)
+
+
+def spilled_bytes_of_hip(listing: str) -> int:
+    """The private segment, if anything is stored in it: scalar registers move to lanes of vector
+    ones, and room for that to go wrong is kept there.
+    """
+    frame = _number(r"\.private_segment_fixed_size: +(\d+)", listing)
+    return frame if re.search(r"\bscratch_store", listing) else 0
 
 
 def _number(pattern: str, text: str) -> int:

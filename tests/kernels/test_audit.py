@@ -19,7 +19,12 @@ from auditing import budget, table
 from auditing.bounds import CARDS, bound
 from auditing.budget import Allowance, Budget
 from auditing.cases import calls, cases, writes
-from auditing.compiling import DoesNotCompile, own_words, spilled_bytes
+from auditing.compiling import (
+    DoesNotCompile,
+    own_words,
+    spilled_bytes,
+    spilled_bytes_of_hip,
+)
 from auditing.disassembly import Instruction, parse
 from auditing.figures import Kernel, part_of, read_loop
 from auditing.judging import violations
@@ -34,6 +39,7 @@ PRODUCTS = [
     *["HGMMA.64x32x16.F32.BF16 R24, R184, gdesc[UR16], RZ, !UPT ;"] * 4,
     *["HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR20].tnspB, R56, gsb0 ;"] * 2,
 ]
+SOFTCAP = ["MUFU.EX2 R25, R25 ;"] * SCORES  # of each score one more, in what is modified
 CLEAN = [
     "UTMALDG.4D [UR8], [UR4] ;",
     *PRODUCTS,
@@ -211,7 +217,9 @@ def test_a_clean_kernel_breaks_no_rule():
 def test_where_names_do_not_tell_the_shape_multiply_adds_are_counted():
     fresh = ["FFMA R2, R2, R3, R4 ;"] * 31 * SCORES
     constant = ["HFMA2.MMA R2, -RZ, RZ, 0, 0 ;"] * 2 * SCORES
-    found = kernel(blackwell(plain(*fresh, *constant)), "sm_100 forward half d64 modified")
+    found = kernel(
+        blackwell(plain(*fresh, *constant, *SOFTCAP)), "sm_100 forward half d64 modified"
+    )
     assert list(violations(found, Allowance())) == []
 
 
@@ -277,7 +285,8 @@ def test_each_rule_can_be_broken(changed, said):
 
 
 def test_only_what_a_case_is_about_is_judged():
-    loaded = kernel(plain("LDG.E.128 R4, desc[UR4][R2.64] ;"), "sm_90 forward half d64 modified")
+    listing = plain("LDG.E.128 R4, desc[UR4][R2.64] ;", *SOFTCAP)
+    loaded = kernel(listing, "sm_90 forward half d64 modified")
     assert list(violations(loaded, Allowance())) == []
     float32 = kernel(plain("FSEL R24, R24, R25, P2 ;"), "sm_90 forward single d64 causal")
     assert list(violations(float32, Allowance(per_score=4.0))) == []
@@ -319,6 +328,9 @@ def test_a_frame_that_nothing_is_stored_in_is_no_spill():
     usage = " Function kernel:\n  REG:255 STACK:24 SHARED:0 LOCAL:0 CONSTANT[0]:528 TEXTURE:0"
     assert spilled_bytes(usage, sass("STL [R1+0x4], R2 ;")) == 24
     assert spilled_bytes(usage, sass("STS [R1+0x4], R2 ;")) == 0
+    segment = ".private_segment_fixed_size: 20"
+    assert spilled_bytes_of_hip(amd("scratch_store_dword off, v2, off", segment)) == 20
+    assert spilled_bytes_of_hip(amd("v_writelane_b32 v3, s2, 1", segment)) == 0
 
 
 def test_what_a_compiler_says_is_cut_to_what_is_wrong():

@@ -54,5 +54,6 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"listening on {listener.getsockname()[1]}", flush=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=600)
+    server = uvicorn.Server(config)  # http.client does not open a connection anew by itself
     server.run(sockets=[listener])

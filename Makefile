@@ -11,14 +11,14 @@ TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Kernels are interpreted in one thread each; tests of the service want the machine to themselves.
+# A file of tests that shares a server stays on one core; of the kernels, any test may go anywhere.
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not long and not gpu" -n 2 $(ARGS) tests/kernels
-	$(BIN)/python -m pytest -m "not long and not gpu" --ignore tests/kernels $(ARGS)
+	$(BIN)/python -m pytest -m "not long and not gpu" -n 2 --dist loadfile --ignore tests/kernels $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --timeout 1800 $(ARGS) tests/kernels
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/kernels --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --ignore tests/kernels --timeout 1800 $(ARGS)
 
 audit: $(STAMP)
 	$(BIN)/python bench/audit.py $(ARGS)

@@ -109,8 +109,10 @@ class Instruction:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares or selects integers."""
-        sass = self.opcode in ("ISETP", "SEL", "VIMNMX", "IMNMX")
+        """Whether it compares or selects integers. The larger of two is no choice that could hide
+        something: looking out for infinities takes one of each score.
+        """
+        sass = self.opcode in ("ISETP", "SEL")
         return sass or (self.name.startswith("v_cmp") and not self.nan_test)
 
     @property

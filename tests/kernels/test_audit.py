@@ -214,6 +214,11 @@ def test_a_clean_kernel_breaks_no_rule():
     assert "HGMMA:6" in table.line(found)
 
 
+def test_to_watch_for_infinities_is_no_mask():
+    watching = plain(*["VIMNMX.U32 R3, R3, R24, !PT ;"] * 2 * SCORES)
+    assert list(violations(kernel(watching), Allowance())) == []
+
+
 def test_where_names_do_not_tell_the_shape_multiply_adds_are_counted():
     fresh = ["FFMA R2, R2, R3, R4 ;"] * 31 * SCORES
     constant = ["HFMA2.MMA R2, -RZ, RZ, 0, 0 ;"] * 2 * SCORES

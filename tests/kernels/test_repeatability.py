@@ -104,7 +104,13 @@ def test_results_own_their_memory(call, backend):
     {"heads_q": 1, "heads_kv": 1, "len_q": 90, "len_k": 33, "dim": 64, "window": (0, 0),
      "softcap": 0.5, "dtype": "float64"},
     {"heads_q": 1, "heads_kv": 1, "len_q": 90, "len_k": 140, "dim": 64, "window": (3, None),
-     "causal_align": "top_left", "dtype": "float64"}], ids=str)  # fmt: skip
+     "causal_align": "top_left", "dtype": "float64"},
+    # What PyTorch's operator would compute with other bits on AMD's processors.
+    {"len_q": 1, "len_k": 600}, {"len_q": 3, "len_k": 200}, {"len_q": 13, "dtype": "float64"},
+    {"heads_q": 1, "heads_kv": 1, "len_q": 5},
+    {"heads_q": 1, "heads_kv": 1, "causal": True, "len_k": 5},
+    {"heads_q": 1, "heads_kv": 1, "len_q": 31, "len_k": 513, "dtype": "float64"},
+], ids=str)  # fmt: skip
 def test_a_batch_row_does_not_depend_on_its_company(options, fast_backend):
     """The first row, which keeps its index and so its dropout, alone and among others."""
     call = make(

@@ -58,7 +58,7 @@ def forward(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         batch = part.q.shape[0]
         pieces = [(out[:batch, :, :rows], lse[:batch, :, :rows]) for out, lse in pieces]
     if len(pieces) == 1:
-        return pieces[0]
+        return pieces[0][0], pieces[0][1]
     (out_a, lse_a), (out_b, lse_b) = pieces
     lse = union(lse_a, lse_b)
     out = out_a.mul_((lse_a - lse).exp_()[..., None])

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from flashwire_service.meter import LOG_LINES_DROPPED, Meter
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _MOST_BYTES = 2**20  # of lines that wait
 _FLUSH_S = 0.5
+_GATHER_S = 0.01
 
 
 class Lines:
@@ -59,15 +61,32 @@ class Lines:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines)
-                line = self._lines.popleft()
-            with contextlib.suppress(OSError):  # whoever read it is gone: that ends nothing else
-                os.write(self._fd, line)  # in one piece: lines of several processes do not mix
+            time.sleep(_GATHER_S)  # or each line would interrupt whoever computes or serves
             with self._changed:
-                self._bytes -= len(line)
+                piece = self._next_piece()
+            while piece:
+                with contextlib.suppress(
+                    OSError
+                ):  # whoever read it is gone: that ends nothing else
+                    os.write(self._fd, piece)
+                with self._changed:
+                    self._bytes -= len(piece)
+                    piece = self._next_piece()
+            with self._changed:
                 self._changed.notify_all()
+
+    def _next_piece(self) -> bytes:
+        """Whole lines that are written as one: those of several processes do not mix."""
+        size = 0
+        lines: list[bytes] = []
+        while self._lines and (not lines or size + len(self._lines[0]) <= select.PIPE_BUF):
+            size += len(self._lines[0])
+            lines.append(self._lines.popleft())
+        return b"".join(lines)
 
 
 _stderr = Lines(2)
+_encode = json.JSONEncoder(default=str).encode
 
 
 def say(line: str) -> None:
@@ -128,7 +147,7 @@ class Log:
             time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
         )
         line = {"time": stamp, "level": level, "process": self._process, "event": event, **fields}
-        return self._lines.put((json.dumps(line, default=str) + "\n").encode())
+        return self._lines.put((_encode(line) + "\n").encode())
 
 
 class _Forward(logging.Handler):

@@ -213,3 +213,76 @@ def test_a_frame_that_is_not_for_workers_is_a_bug_that_shows():
     with pytest.raises(TypeError, match="hello"):
         links.run()
     control.close()
+
+
+class Loop:
+    """A compute loop that reads its sockets itself; each job lasts until `release` is set."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.readers: list[str] = []
+        self.taken: list[int] = []
+        self.release = threading.Event()
+        self._end = False
+        worker.intake.offer = self._offered(worker.intake.offer)
+        self._thread = threading.Thread(target=self._run, name="compute")
+        self._thread.start()
+
+    def _offered(self, offer):
+        def seen(ticket):
+            self.readers.append(threading.current_thread().name)
+            return offer(ticket)
+
+        return seen
+
+    def _run(self) -> None:
+        intake = self._worker.intake
+        while not self._end:
+            self._worker.links.attend(0.05, lambda: intake.depth > 0)
+            ticket = intake.take(0)
+            if ticket is not None:
+                self.taken.append(ticket.job.id)
+                self.release.wait(PATIENCE_S)
+                intake.finish(ticket, 0.0)
+
+    def close(self) -> None:
+        self._end = True
+        self.release.set()
+        self._thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def loop(worker, front):
+    loop = Loop(worker)
+    yield loop
+    loop.close()
+
+
+def test_between_jobs_the_loop_itself_reads(loop, front):
+    loop.release.set()
+    time.sleep(0.2)  # the thread that stood in for it has gone to sleep
+    for number in range(50):
+        front.send(job(number))
+        wait_until(lambda: loop.taken[-1:] == [number])  # noqa: B023
+    assert set(loop.readers) == {"compute"}
+
+
+def test_while_a_job_lasts_the_thread_stands_in(loop, worker, front):
+    front.send(job(1))
+    wait_until(lambda: loop.taken == [1])
+    for number in (2, 3, 4):  # of which two may wait
+        front.send(job(number))
+    refusal, _ = front.recv(PATIENCE_S)
+    assert (refusal.id, refusal.code) == (4, "queue_full")
+    front.send(Cancel(id=2))
+    wait_until(lambda: worker.intake.depth == 1)
+    loop.release.set()
+    wait_until(lambda: loop.taken == [1, 3])
+    assert loop.readers[1] != "compute"
+
+
+def test_the_end_of_the_lifeline_is_seen_by_whoever_reads(loop, worker, front):
+    worker.control.close()
+    worker.thread.join(PATIENCE_S)
+    assert not worker.thread.is_alive()
+    loop.close()

@@ -124,6 +124,11 @@ class Intake:
             self._changed.notify()
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing more comes."""
+        return self._closed
+
+    @property
     def exhausted(self) -> bool:
         """Closed, and empty."""
         return self._closed and not self.depth

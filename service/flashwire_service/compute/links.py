@@ -1,14 +1,20 @@
-"""The sockets of a worker, owned by its intake thread, which feeds the queue.
+"""The sockets of a worker, which feed its queue.
 
-It never waits for the compute loop nor for a peer: an answer that a front end is slow to take stays
-in that channel's outbox.
+Between two jobs the compute loop reads them itself: passing each job from thread to thread would
+cost more than a small one takes to compute. While a job lasts, the intake thread stands in, so that
+a full queue, a caller's leaving and the end of the lifeline never wait for it. Neither waits for a
+peer: an answer that a front end is slow to take stays in that channel's outbox.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
+import threading
+import time
+from collections.abc import Callable
 
 from flashwire_service.compute.intake import Intake, Ticket
 from flashwire_service.errors import EXHAUSTED, is_exhaustion
@@ -25,6 +31,9 @@ from flashwire_service.ipc.frames import (
 )
 from flashwire_service.ipc.memory import Memory
 
+STAND_IN_S = 0.005  # of a job, before the intake thread looks after the sockets
+_READS_PER_TURN = 64  # of one peer
+
 
 class Links:
     """The channels to the front ends, and the control channel, which is also the lifeline."""
@@ -38,21 +47,67 @@ class Links:
         self._hello = hello
         self._page = page
         self._fronts: dict[int, Channel] = {}
+        self._reading = threading.Lock()  # held by whoever reads the sockets
+        self._left: float | None = 0.0  # when the compute loop left them; None: it is there
+        self._idle = False  # nothing came of late
+        self._needed = threading.Event()  # not set while the intake thread may sleep
+        self._needed.set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        """Serve until the lifeline ends. Any exception leaves a worker that hears nobody."""
+    @property
+    def closed(self) -> bool:
+        """Whether the lifeline has ended."""
+        return self._control.closed
+
+    def attend(self, timeout: float, until: Callable[[], bool]) -> None:
+        """For the compute loop: read what has come, and then what comes, until something is true or
+        so many seconds have passed.
+        """
+        self._left = None
+        if not self._reading.acquire(blocking=False):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                os.eventfd_write(self._wake, 1)
+            self._reading.acquire()
+        if self._idle:
+            self._needed.clear()
         try:
-            while not self._control.closed:
-                self._turn()
+            end = time.monotonic() + timeout
+            if not self.closed:
+                self._turn(0)
+            while not (ended := until() or self.closed) and (left := end - time.monotonic()) > 0:
+                self._turn(left)
+            self._idle = not ended
         finally:
-            for channel in (self._control, *self._fronts.values()):
-                channel.close()
-            self._selector.close()
-            os.close(self._wake)
+            self._left = time.monotonic()
+            self._reading.release()
+            self._needed.set()
+
+    def run(self) -> None:
+        """For the intake thread: stand in for the compute loop, until the lifeline ends. Any
+        exception leaves a worker that hears nobody.
+        """
+        try:
+            while not self.closed:
+                self._needed.wait()
+                if self._stand_in():
+                    with self._reading:
+                        if self._stand_in():
+                            self._turn(None)
+                else:
+                    time.sleep(STAND_IN_S)
+        finally:
+            with self._reading:
+                for channel in (self._control, *self._fronts.values()):
+                    channel.close()
+                self._selector.close()
+                os.close(self._wake)
+
+    def _stand_in(self) -> bool:
+        left = self._left
+        return left is not None and time.monotonic() - left >= STAND_IN_S and not self.closed
 
     def answer(self, ticket: Ticket, frame: Reply | Failure, fd: int | None = None) -> bool:
         """Send an answer; called by the compute loop. False when its front end is gone, or was sent
@@ -71,8 +126,8 @@ class Links:
             os.eventfd_write(self._wake, 1)
         return True
 
-    def _turn(self) -> None:
-        for key, events in self._selector.select():
+    def _turn(self, timeout: float | None) -> None:
+        for key, events in self._selector.select(timeout):
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)
                 self._watch_outboxes()
@@ -87,7 +142,9 @@ class Links:
 
     def _read(self, channel: Channel) -> None:
         try:
-            while not channel.closed and (got := channel.try_recv()) is not None:
+            for _ in range(_READS_PER_TURN):
+                if channel.closed or (got := channel.try_recv()) is None:
+                    return
                 self._take(channel, *got)
         except ChannelClosed:
             if channel is self._control:  # the supervisor is gone, or wants this process gone

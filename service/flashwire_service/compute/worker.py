@@ -1,18 +1,19 @@
 """The compute process: `python -m flashwire_service.compute.worker FD`, started by the supervisor.
 
 The main thread imports torch, proves its device, warms up and then computes, one job after the
-other; a side thread (links.py) owns the sockets. torch is imported after this process has tied its
-life to its parent's, hence the imports inside functions.
+other; a side thread looks after the sockets meanwhile (links.py). torch is imported after this
+process has tied its life to its parent's, hence the imports inside functions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashwire_service import logs
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     gc.freeze()  # what was imported stays: collections need not look at it again
     threading.Thread(target=_link, args=(links, log), name="intake", daemon=True).start()
     batching = Batching(chosen, own.batch_tokens)
-    return _compute(adopted, heartbeat, intake, links, jobs, proving, batching)
+    return _compute(adopted, heartbeat, intake, links, jobs, proving, batching, log)
 
 
 def _prepare(
@@ -128,14 +129,27 @@ def _end(code: int) -> NoReturn:
 
 def _link(links: Links, log: Log) -> None:
     """The intake thread. The process ends with it, at once, whatever is being computed."""
-    try:
+    with _ended(log):
         links.run()
-        code = os.EX_OK
+    _end(os.EX_OK)
+
+
+def _attend(links: Links, intake: Intake, log: Log) -> None:
+    """Wait for a job, or for a beat. The process ends with its lifeline."""
+    with _ended(log):
+        links.attend(BEAT_S, lambda: intake.depth > 0 or intake.closed)
+    if links.closed:
+        _end(os.EX_OK)
+
+
+@contextlib.contextmanager
+def _ended(log: Log) -> Iterator[None]:
+    """A worker that hears nobody is none: an exception ends it."""
+    try:
+        yield
     except Exception as e:
         log.error("intake failed", error=repr(e))
-        code = os.EX_SOFTWARE
-    logs.flush()
-    os._exit(code)
+        _end(os.EX_SOFTWARE)
 
 
 def _compute(
@@ -146,6 +160,7 @@ def _compute(
     jobs: Jobs,
     proving: Proving,
     batching: Batching,
+    log: Log,
 ) -> int:
     """The compute loop, until the intake is closed and empty."""
     from flashwire_service.compute.failures import DeviceLost
@@ -159,7 +174,8 @@ def _compute(
         heartbeat.idle()
         jobs.sweep()
         jobs.measure()
-        first = intake.take(BEAT_S)
+        _attend(links, intake, log)
+        first = intake.take(0)
         try:
             if first is None:
                 proving.turn()

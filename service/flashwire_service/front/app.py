@@ -38,6 +38,7 @@ from flashwire_service.front.edge import Edge
 from flashwire_service.front.incoming import KEY as INCOMING
 from flashwire_service.front.incoming import Incoming
 from flashwire_service.front.info import describe, lacking
+from flashwire_service.front.lane import Lane
 from flashwire_service.front.lent import Lent
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
@@ -140,6 +141,7 @@ def create_app(
     for router in (_compute, _open, _info, _metrics, _keyed):
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(Lane, routes=[r for r in _compute.routes if isinstance(r, ComputeRoute)])
     app.add_middleware(
         Edge, origins=settings.cors_origins, metrics=front.metrics,
         log=log or Log("front", settings.log_level), traces=traces,

@@ -61,8 +61,8 @@ def retry_after(refusal: Refusal) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(refusal.retry_after)))}
 
 
-def _answer(request: Request, refusal: Refusal) -> Response:
-    """`code` is for the log and metrics (edge.py)."""
+def answer(request: Request, refusal: Refusal) -> Response:
+    """The reply to a refused request. Its code is noted for the log and metrics (edge.py)."""
     request.state.code = refusal.code
     return response(refusal, request.state.request_id)
 
@@ -73,7 +73,7 @@ def install(app: FastAPI) -> None:
     async def on_refusal(request: Request, exc: Exception) -> Response:
         if not isinstance(exc, Refusal):
             raise exc
-        return _answer(request, exc)
+        return answer(request, exc)
 
     async def on_http_exception(request: Request, exc: Exception) -> Response:
         if not isinstance(exc, HTTPException):
@@ -86,7 +86,7 @@ def install(app: FastAPI) -> None:
             "not_found": "there is no such route; /docs lists what there is",
             "method_not_allowed": f"{request.method} is not a method of this route",
         }.get(code, "the request cannot be read")
-        return _answer(request, Refusal(code, said, headers=allowed))
+        return answer(request, Refusal(code, said, headers=allowed))
 
     app.add_exception_handler(Refusal, on_refusal)
     app.add_exception_handler(HTTPException, on_http_exception)

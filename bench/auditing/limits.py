@@ -27,12 +27,13 @@ def per_score(case: Case) -> float | None:
 def matrix_name(case: Case) -> str | None:
     """How the names of matrix instructions begin; None where there need be none.
 
-    A decode has fewer rows than Hopper's and Blackwell's own instructions take, and at D of 256 few
-    fit beside what a block keeps: there, those of Ampere do.
+    A decode has fewer rows than Hopper's and Blackwell's own instructions take, and at D of 256, or
+    of 128 in a backward of float32, few fit beside what a block keeps: there, those of Ampere do.
     """
     if case.width == "single" and case.variant.name != "tf32":
         return None
-    if case.kind == "decode" or case.dim > 128:
+    wide = case.width == "single" and case.kind != "forward"
+    if case.kind == "decode" or case.dim > (64 if wide else 128):
         return "v_mfma" if case.arch.startswith("gfx") else ""
     return _TENSOR.get(case.arch, "HMMA")
 

@@ -11,6 +11,7 @@ from wiring.wires import (
     BARE,
     MEMCPY,
     PLAIN,
+    PLAIN_HTTPX,
     RAW_TCP,
     SERVICES,
     SHARED,
@@ -112,8 +113,12 @@ def bars(found: Found) -> list[Bar]:
             _ratio(moving(DECODE, SHARED), p50s(DECODE, MEMCPY)), 3, at_least=False),
         Bar("tiny: p50 of flashwire / plain",
             _ratio(p50s(TINY, TCP), p50s(TINY, PLAIN)), 1, at_least=False),
+        Bar("tiny: p50 of flashwire / plain by httpx",
+            _ratio(p50s(TINY, TCP), p50s(TINY, PLAIN_HTTPX)), 1, at_least=False),
         Bar("tiny, callers at once: requests a second, flashwire / plain",
             _ratio(found.company.get(TCP, ()), found.company.get(PLAIN, ())), 2),
+        Bar("tiny, callers at once: requests a second, flashwire / plain by httpx",
+            _ratio(found.company.get(TCP, ()), found.company.get(PLAIN_HTTPX, ())), 2),
         Bar("67 MB: (memory at most - idle) / payload", grown, 2, at_least=False),
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import httpx
 import msgpack
 import numpy as np
 
@@ -15,10 +16,10 @@ from wiring import raw
 from wiring.cases import Array, Case
 
 RAW_TCP, RAW_UNIX, MEMCPY = "raw TCP", "raw unix socket", "memcpy"
-PLAIN = "plain service"
+PLAIN, PLAIN_HTTPX = "plain service", "plain service, by httpx"
 TCP, UNIX, SHARED = "flashwire, TCP", "flashwire, unix socket", "flashwire, shared memory"
 BARE = (MEMCPY, RAW_TCP, RAW_UNIX)
-SERVICES = (PLAIN, TCP, UNIX, SHARED)
+SERVICES = (PLAIN, PLAIN_HTTPX, TCP, UNIX, SHARED)
 
 
 class Wire(Protocol):
@@ -71,18 +72,37 @@ class Plain:
 
     def carry(self, case: Case, tensors: tuple[Array, Array, Array]) -> float:
         message = {name: _packed(x) for name, x in zip("qkv", tensors, strict=True)}
-        self._http.request("POST", "/attention", msgpack.packb(message))
-        reply = self._http.getresponse()
-        body = reply.read()
-        if reply.status != http.HTTPStatus.OK:
-            raise RuntimeError(f"{reply.status}: {body[:200]!r}")
-        answer = msgpack.unpackb(body)
+        answer = msgpack.unpackb(self._reply(msgpack.packb(message)))
         out = answer["out"]
         _check(np.frombuffer(out["data"], np.float32).reshape(out["shape"]), case)
         return float(answer["meta"]["compute_ms"]) / 1e3
 
+    def _reply(self, message: bytes) -> bytes:
+        self._http.request("POST", "/attention", message)
+        reply = self._http.getresponse()
+        body = reply.read()
+        if reply.status != http.HTTPStatus.OK:
+            raise RuntimeError(f"{reply.status}: {body[:200]!r}")
+        return body
+
     def close(self) -> None:
         self._http.close()
+
+
+class PlainHttpx(Plain):
+    """The same by httpx, as most would write it."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/attention"
+        self._client = httpx.Client(timeout=60, trust_env=False)
+
+    def _reply(self, message: bytes) -> bytes:
+        reply = self._client.post(self._url, content=message)
+        reply.raise_for_status()
+        return reply.content
+
+    def close(self) -> None:
+        self._client.close()
 
 
 class Flashwire:
@@ -101,7 +121,8 @@ class Flashwire:
 
 
 MAKERS: dict[str, Callable[..., Wire]] = {
-    MEMCPY: Memcpy, RAW_TCP: Raw, RAW_UNIX: Raw, PLAIN: Plain, TCP: Flashwire, UNIX: Flashwire,
+    MEMCPY: Memcpy, RAW_TCP: Raw, RAW_UNIX: Raw, PLAIN: Plain,
+    PLAIN_HTTPX: PlainHttpx, TCP: Flashwire, UNIX: Flashwire,
     SHARED: Flashwire,
 }  # fmt: skip
 

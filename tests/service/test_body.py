@@ -41,7 +41,14 @@ async def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -
         return events.pop(0)
 
     with pytest.raises(Refusal) as caught:
-        await body.read(request_of(receive), Settings(), wire.ATTENTION, Uploads(2**30), Buffers(0))
+        await body.read(
+            request_of(receive),
+            Settings(),
+            wire.ATTENTION,
+            Uploads(2**30),
+            Buffers(0),
+            wire.Recall(),
+        )
     assert caught.value.code == "request_timeout"
     assert f"{len(HEAD) + 100} bytes" in caught.value.detail
 
@@ -57,7 +64,9 @@ async def test_a_steady_upload_may_take_its_time(monkeypatch: pytest.MonkeyPatch
 
     settings = Settings(min_upload_rate=0)
     assert (
-        await body.read(request_of(receive), settings, wire.ATTENTION, Uploads(2**30), Buffers(0))
+        await body.read(
+            request_of(receive), settings, wire.ATTENTION, Uploads(2**30), Buffers(0), wire.Recall()
+        )
     ).size == len(message)
 
 
@@ -79,5 +88,7 @@ async def test_no_memory_is_kept_of_an_upload_that_fails(end: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     settings = Settings(max_body_bytes=150_000 if end == "too large" else 2**30)
     with pytest.raises((Refusal, ClientDisconnect)):
-        await body.read(request_of(receive), settings, wire.ATTENTION, Uploads(2**30), Buffers(0))
+        await body.read(
+            request_of(receive), settings, wire.ATTENTION, Uploads(2**30), Buffers(0), wire.Recall()
+        )
     assert len(os.listdir("/proc/self/fd")) == before

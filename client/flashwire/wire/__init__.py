@@ -9,6 +9,7 @@ docs/wire.md is the format in words.
 from flashwire.wire.decode import Decoder, check_version, decode
 from flashwire.wire.encode import Buffer, Layout, encode, lay_out
 from flashwire.wire.options import canonical
+from flashwire.wire.recall import Recall
 from flashwire.wire.schema import (
     ALIGNMENT,
     ATTENTION,
@@ -52,6 +53,7 @@ __all__ = [
     "Layout",
     "Limits",
     "Message",
+    "Recall",
     "Schema",
     "TensorRef",
     "WireError",

@@ -72,13 +72,14 @@ class Front:
         self.metrics = counted
         self.uploads = Uploads(settings.upload_bytes)
         self.buffers = Buffers(settings.reuse_bytes)
+        self.recall = wire.Recall()
         counted.watch(meter.UPLOADS, lambda: self.uploads.bodies)
         counted.watch(meter.UPLOAD_BYTES, lambda: self.uploads.held_bytes)
 
     async def read(self, request: Request, caller: Caller, schema: wire.Schema) -> Message:
         """The message in a request's body, or what body.read raises. The caller closes it."""
         return await body.read(
-            request, caller.settings, schema, self.uploads, self.buffers, caller.owner
+            request, caller.settings, schema, self.uploads, self.buffers, self.recall, caller.owner
         )
 
     async def compute(

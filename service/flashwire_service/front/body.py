@@ -36,6 +36,7 @@ async def read(
     schema: wire.Schema,
     uploads: Uploads,
     buffers: Buffers,
+    recall: wire.Recall,
     owner: str = "",
 ) -> Message:
     """The message in the body of an owner's request. The caller closes it.
@@ -44,11 +45,16 @@ async def read(
     queue_full when `uploads` have no room for it; and ClientDisconnect.
     """
     with uploads.upload(owner) as upload:
-        return await _read(request, settings, schema, upload, buffers)
+        return await _read(request, settings, schema, upload, buffers, recall)
 
 
 async def _read(
-    request: Request, settings: Settings, schema: wire.Schema, upload: Upload, buffers: Buffers
+    request: Request,
+    settings: Settings,
+    schema: wire.Schema,
+    upload: Upload,
+    buffers: Buffers,
+    recall: wire.Recall,
 ) -> Message:
     media_type = media_type_of(request)
     limit = settings.max_body_bytes
@@ -82,7 +88,7 @@ async def _read(
     with _refused(), closing(store):
         if whole is not None:
             store.add(whole)
-            decoded = wire.decode(whole, schema, limits)
+            decoded = recall.decode(whole, schema, limits)
         else:
             async with (
                 aclosing(pieces),

@@ -135,6 +135,7 @@ class Meter:
     def __init__(self, region: Region | None = None) -> None:
         """Takes the place of whoever wrote there before; None: nobody else reads it."""
         self.region = Region.alone() if region is None else region
+        self._found: dict[tuple[str, tuple[str, ...]], memoryview[float]] = {}
         leave(self.region)
         self.region.begin(os.getpid(), time.time())
 
@@ -157,7 +158,11 @@ class Meter:
         return self._row(family, labels)[0]
 
     def _row(self, family: Family, labels: tuple[str, ...]) -> memoryview[float]:
-        return self.region.row((family.name, *labels), family.numbers)
+        row = self._found.get((family.name, labels))
+        if row is None:
+            row = self.region.row((family.name, *labels), family.numbers)
+            self._found[family.name, labels] = row
+        return row
 
 
 def leave(region: Region) -> None:

@@ -378,3 +378,26 @@ async def test_an_offered_upgrade_is_not_taken(served: Served) -> None:
     got, reader = await exchange(served, with_body)
     got.problem(400, "malformed")
     assert await closed(reader)
+
+
+class Accepted:
+    """What a transport says of its socket."""
+
+    def __init__(self, sock, peer):
+        self._said = {"socket": sock, "peername": peer}
+
+    def get_extra_info(self, name):
+        return self._said[name]
+
+
+@pytest.mark.parametrize(
+    ("peer", "limited"),
+    [(("127.0.0.1", 5), True), (("::1", 5, 0, 0), True), (("192.0.2.7", 5), False),
+     (("fe80::1%eth0", 5, 0, 2), False), ("", False), (None, False)],
+)  # fmt: skip
+async def test_the_kernel_buffers_little_of_what_comes_from_this_machine(peer, limited):
+    with socket.socket() as sock:
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        http.limit_loopback(Accepted(sock, peer))
+        now = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    assert now == (2 * http.LOOPBACK_BYTES if limited else before)  # Linux counts its own part, too

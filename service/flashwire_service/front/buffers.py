@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashwire_service.ipc.memory import Memory
 
-MOST = 16  # memories kept: each holds two descriptors
+MOST = 64  # memories kept: each holds two descriptors
 NAME = "flashwire-body"
 _UNUSED_S = 60.0
 _PAGE = 4096

@@ -17,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import socket
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 from typing import Any
 
 import httptools
@@ -31,6 +33,7 @@ from flashwire_service.front import headers, incoming, problems
 LINGER_BYTES = 8 * 2**20
 LINGER_S = 5.0
 READ_WINDOW_S = 10.0  # for so long a client may be silent, or slower than the minimum rate
+LOOPBACK_BYTES = 256 * 2**10  # of the receive buffer of a connection from this machine
 ENDING_AT_ONCE = 64  # connections beyond the limit that are being refused or closed
 _MAX_DIGITS = 19  # of a 64-bit length
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 3986, section 3.2.2, with a port
@@ -71,6 +74,7 @@ class Protocol(HttpToolsProtocol):
         self._unused_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        limit_loopback(transport)
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         self._start_patience()
         if len(self.connections) > self.max_connections:
@@ -326,6 +330,16 @@ class _Lingering:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+def limit_loopback(transport: asyncio.Transport) -> None:
+    """Left to itself, the kernel buffers megabytes of every body from this machine, which spares no
+    round trips here, and where many come at once stalls this process for milliseconds.
+    """
+    peer = transport.get_extra_info("peername")
+    if isinstance(peer, tuple) and ip_address(peer[0].partition("%")[0]).is_loopback:
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BYTES)
 
 
 def _whole_reply(refusal: Refusal, request_id: str, security: Mapping[str, str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Tensors above 4 GiB from end to end: FLASHWIRE_HUGE=1 asks for it, and 19 GB of memory."""
+"""Tensors above 4 GiB from end to end: HUGE_TENSORS=1 asks for it, and 19 GB of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGER = ("--max-body-bytes", "10GiB", "--upload-bytes", "10GiB", "--queue-bytes
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(os.environ.get("FLASHWIRE_HUGE") != "1", reason="asked for by FLASHWIRE_HUGE=1")
+@pytest.mark.skipif(os.environ.get("HUGE_TENSORS") != "1", reason="asked for by HUGE_TENSORS=1")
 def test_keys_of_more_than_4_gib(
     tmp_path: Path, start_server: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

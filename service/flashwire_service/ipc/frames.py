@@ -36,6 +36,7 @@ class Job:
     device_bytes
               memory that computing it is estimated to need: inputs, results and what lies between
     alone     to be computed with no other: one of those whose computing ended a worker
+    fresh     the caller will keep the reply's memory: it must be no other's before or after
     """
 
     kind: ClassVar[str] = "job"
@@ -51,6 +52,7 @@ class Job:
     device_bytes: int = 0
     accept: str = "msgpack"
     alone: bool = False
+    fresh: bool = False
     received: float = 0.0
     deadline: float = 0.0
 
@@ -60,6 +62,14 @@ class Cancel:
     """The caller of this job has left, or its deadline has passed: drop it, or drop its reply."""
 
     kind: ClassVar[str] = "cancel"
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Nobody reads the memory of this job's reply any more."""
+
+    kind: ClassVar[str] = "done"
     id: int
 
 
@@ -211,7 +221,7 @@ class State:
 
 
 Frame = (
-    Job | Cancel | Hello | Reply | Failure
+    Job | Cancel | Done | Hello | Reply | Failure
     | Start | Share | Listen | Ready | Attach | Reload | Drain | Suspect | Acquit | State
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {t.kind: t for t in get_args(Frame)}

@@ -28,6 +28,7 @@ from flashwire_kernels.cpu.tiles import (
 from flashwire_kernels.geometry import Band
 
 _SHORT, _LONG = 64, 512  # a tile is short in what the outer loop walks, long in what the inner does
+_FEW, _FEW_LONG = 8, 4096  # of at most so many rows, a tile is this long
 _ROWS_WITH_GROUP = 256  # rows of a forward tile when several query heads share their keys
 
 
@@ -36,23 +37,26 @@ def forward(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, len_q, _ = part.q.shape
     k, v = _padded(part)
     rows_at_once = min(len_q, max(1, min(_SHORT, _ROWS_WITH_GROUP // part.group)))
-    all_lanes = lanes(part, per_lane := part.group * rows_at_once * min(_LONG, k.shape[2]))
+    long = _keys_at_once(part.group * rows_at_once)
+    all_lanes = lanes(part, per_lane := part.group * rows_at_once * min(long, k.shape[2]))
     tiles = Tiles(part, scaled(part), k, _most(all_lanes) * per_lane)
     out = part.q.new_empty((batch, heads, len_q, v.shape[3]))
     lse = part.q.new_empty((batch, heads, len_q, 1))
     for lane in all_lanes:
         for first in range(0, len_q, rows_at_once):
             rows = slice(first, min(first + rows_at_once, len_q))
-            rows_out, rows_lse = _forward_rows(part, tiles, lane, v, rows)
+            rows_out, rows_lse = _forward_rows(part, tiles, lane, v, rows, long)
             lane.put_queries(out, rows, rows_out)
             lane.put_queries(lse, rows, rows_lse)
     return out, lse[..., 0]
 
 
 def _forward_rows(
-    part: Part, tiles: Tiles, lane: Lanes, v: torch.Tensor, rows: slice
+    part: Part, tiles: Tiles, lane: Lanes, v: torch.Tensor, rows: slice, long: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of some rows, (count, group * rows, Dv) and (count, group * rows, 1)."""
+    """(out, lse) of some rows, (count, group * rows, Dv) and (count, group * rows, 1), by tiles of
+    so many keys.
+    """
     len_k, grain = part.k.shape[2], LINE // v.dtype.itemsize
     height = part.group * (rows.stop - rows.start)
     m = v.new_full((lane.count, height, 1), -math.inf)
@@ -60,7 +64,7 @@ def _forward_rows(
     acc = v.new_zeros((lane.count, height, v.shape[3]))
     seen_by_any = part.band.any_range(rows.start, rows.stop, len_k)
     seen_by_all = part.band.all_range(rows.start, rows.stop, len_k)
-    for first, last, whole in segments(seen_by_any, seen_by_all, len_k, _LONG, grain):
+    for first, last, whole in segments(seen_by_any, seen_by_all, len_k, long, grain):
         keys = slice(first, last)
         s = tiles.scores(lane, rows, keys, whole)
         top = torch.maximum(m, s.amax(-1, keepdim=True))
@@ -75,6 +79,11 @@ def _forward_rows(
     kept = 1.0 if part.dropout is None else 1.0 - part.dropout.p
     out = acc.div_(total.masked_fill(total == 0, 1).mul_(kept).to(acc.dtype))
     return out, base + total.log().to(base.dtype)
+
+
+def _keys_at_once(rows: int) -> int:
+    """Of a forward tile: with few rows, many keys, or there would be more calls than work."""
+    return _LONG if rows > _FEW else _FEW_LONG
 
 
 def backward(

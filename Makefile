@@ -32,7 +32,7 @@ audit-oldest: $(STAMP) build/triton-$(OLDEST)
 build/triton-$(OLDEST):
 	$(BIN)/python -m pip install -q --no-deps --target $@ triton==$(OLDEST)
 
-# A million bodies take half an hour: `make fuzz N=20000` for a minute of it.
+# A million bodies take five minutes to half an hour: `make fuzz N=20000` for a minute of it.
 N ?= 1000000
 fuzz: $(STAMP)
 	$(BIN)/python bench/fuzz.py $(N) $(ARGS)

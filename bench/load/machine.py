@@ -29,7 +29,7 @@ class Watch:
         everything, busy, own = (
             now - then for now, then in zip(_look(), self._before, strict=True)
         )
-        self.foreign = max(0.0, (busy - own) / everything)
+        self.foreign = min(1.0, max(0.0, (busy - own) / everything))
 
 
 def _look() -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Tensors above 4 GiB from end to end: HUGE_TENSORS=1 asks for it, and 19 GB of memory."""
+"""Tensors above 4 GiB from end to end: HUGE_TENSORS=1 asks for it, and 32 GB of memory."""
 
 from __future__ import annotations
 

@@ -234,6 +234,8 @@ def test_k27_float32_products_are_float32(backend):
 @pytest.mark.parametrize("packed", [False, True])
 def test_k29_lse_is_in_natural_units(backend, packed, dtype):
     """pytorch/pytorch#181645"""
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("triton has no float64")
     q, k = torch.zeros(3, 2, 1, dtype=dtype), torch.zeros(4, 2, 1, dtype=dtype)
     offsets = {"cu_seqlens_q": [0, 3], "cu_seqlens_k": [0, 4]}
     if packed:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from flashwire_kernels.testing import Case, make, pairwise
 
@@ -105,6 +106,19 @@ def test_bias_and_its_gradient_in_every_broadcast_shape(case, form, fast_backend
 @cases(*(Case(dtype=t, bias_dtype=b, bias="1hqk") for t in DTYPES for b in DTYPES))
 def test_bias_in_any_dtype(case, fast_backend, assert_conforms):
     assert_conforms(case, fast_backend)
+
+
+@pytest.mark.parametrize("value", [-1.0, 1.0])
+@pytest.mark.parametrize("dtype", [t for t in DTYPES if t != "float64"])
+@cases(Case(bias="1hqk"), Case(bias="qk", sinks=True, alibi="h"), Case(bias="1hqk", len_q=3),
+       dlse=False, len_q=20, len_k=150)  # fmt: skip
+def test_a_bias_as_large_as_floats_go(case, dtype, value, fast_backend, assert_conforms):
+    call = make(dataclasses.replace(case, dtype=dtype))
+    bias = call.tensors["bias"].clamp_(min=-5)
+    value *= torch.finfo(bias.dtype).max
+    bias[..., 1, :] = value
+    bias[..., 2, :70] = value
+    assert_conforms(call, fast_backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,13 +1,16 @@
 """What is particular to the triton backend: its kernels interpreted, and its choices."""
 
+import itertools
 import math
 
 import pytest
 
 from flashwire_kernels import api
 from flashwire_kernels.errors import UnsupportedBackend
+from flashwire_kernels.fused import support as fused_support
 from flashwire_kernels.testing import Case, make
-from flashwire_kernels.types import AttentionSpec
+from flashwire_kernels.types import AttentionSpec, TensorHeader
+from flashwire_kernels.validation import resolve
 
 
 @pytest.mark.parametrize("fast_backend", ["triton"], indirect=True)
@@ -42,6 +45,45 @@ def test_sinks_of_any_stride(len_q, fast_backend, assert_conforms):
     call.tensors["sinks"] = call.tensors["sinks"][:, None].expand(4, 3).contiguous()[:, 1]
     assert call.tensors["sinks"].stride() == (3,)
     assert_conforms(call, fast_backend)
+
+
+@pytest.mark.parametrize("fast_backend", ["triton"], indirect=True)
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "dtype"), [(192, 128, "bfloat16"), (16, 128, "float32"), (256, 64, "float16")]
+)
+def test_a_gradient_of_every_pair_with_values_of_another_size(
+    dim, dim_v, dtype, fast_backend, assert_conforms
+):
+    assert_conforms(
+        Case(dim=dim, dim_v=dim_v, dtype=dtype, bias="1hqk", len_q=70, causal=True), fast_backend
+    )
+
+
+def packed(lens_q, lens_k, heads_q, heads_kv):
+    """A problem of shapes alone: so many heads of so many sequences."""
+    total_q, total_k = (sum(lens) for lens in (lens_q, lens_k))
+    headers = {
+        "q": TensorHeader("float16", (total_q, heads_q, 16)),
+        "k": TensorHeader("float16", (total_k, heads_kv, 16)),
+        "v": TensorHeader("float16", (total_k, heads_kv, 16)),
+    } | {
+        name: TensorHeader("int64", (len(lens_q) + 1,)) for name in ("cu_seqlens_q", "cu_seqlens_k")
+    }
+    offsets = ([0, *itertools.accumulate(lens)] for lens in (lens_q, lens_k))
+    return resolve(AttentionSpec(), headers).with_offsets(*offsets)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        packed([*[0] * 2**14, 1], [*[0] * 2**14, 2**25], 1, 1),
+        packed([*[0] * 2**19, 64], [*[0] * 2**19, 1024], 2**6, 2**6),
+    ],
+    ids=["parts of keys", "rows"],
+)
+def test_programs_for_empty_sequences_count(problem):
+    reasons = fused_support.reasons(problem, "cuda")
+    assert [r for r in reasons if "programs" in r]
 
 
 def test_every_reason_is_named():

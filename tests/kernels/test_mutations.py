@@ -53,7 +53,7 @@ LONG = {
         "factor / tl.where(nothing, 1.0, l)", "factor / l", PAIRS
     ),
     "rows that have seen nothing subtracted": Mutation("if GUARD:", "if False:", PAIRS),
-    "sink in the wrong unit": Mutation("sink * LOG2E", "sink", PAIRS),
+    "sink in the wrong unit": Mutation("in_units(sink, score.bias is not None)", "sink", PAIRS),
     "dropout four keys off": Mutation("first_j // 4 +", "first_j // 4 + 1 +", PAIRS),
     "factor of dropout forgotten in dv": Mutation("dv_tile * dropout.factor", "dv_tile", PAIRS),
     "factor of dropout forgotten in ds": Mutation("dp, 0.0) * dropout.factor", "dp, 0.0)", PAIRS),

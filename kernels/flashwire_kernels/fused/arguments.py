@@ -111,10 +111,11 @@ class Dropout(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How a product q.k becomes a score in units of log2.
+    """How a product q.k becomes a score in units of log2; of e where there is a bias, whose lowest
+    values, as in many a mask, would be no float32 any more in units of log2.
 
     Without softcap: product * factor. With it: softcap * tanh(product * factor). Then ALiBi and
-    bias, both times log2(e).
+    bias.
     """
 
     factor: float
@@ -181,10 +182,11 @@ def sinks(x: Inputs) -> torch.Tensor | None:
 
 def score(problem: Problem, x: Inputs) -> Score:
     """The scores of a problem."""
-    softcap, factor = problem.spec.softcap, problem.scale * LOG2E
+    unit = LOG2E if x.bias is None else 1.0
+    softcap, factor = problem.spec.softcap, problem.scale * unit
     if softcap is not None and softcap < _SOFTCAP_RANGE[1]:
         softcap = max(softcap, _SOFTCAP_RANGE[0])
-        factor, softcap = problem.scale / softcap, softcap * LOG2E
+        factor, softcap = problem.scale / softcap, softcap * unit
     else:
         softcap = None
     slopes = None

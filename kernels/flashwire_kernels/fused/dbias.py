@@ -136,7 +136,8 @@ def bias_kernel(
 def bias_config(problem: Problem, item_size: int) -> Config:
     """Tiles as large as any GPU's registers and shared memory hold, by their bytes per row."""
     row = (args.padded(problem.dim) + args.padded(problem.dim_v)) * item_size
-    m, n = (max(16, min(most, room // row)) for most, room in ((64, 32 << 10), (32, 16 << 10)))
+    fit = (1 << (room // row).bit_length() - 1 for room in (32 << 10, 16 << 10))
+    m, n = (max(16, min(most, rows)) for most, rows in zip((64, 32), fit, strict=True))
     return Config(m=m, n=n, warps=4, stages=2 if item_size == 2 else 1)
 
 

@@ -76,7 +76,7 @@ def decode_kernel(
         score, window, dropout, lengths, heads_kv,
         FOLD, FLOATS, PRECISION, M, N, N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
-    factor, lse = row_totals(l, m, dropout)
+    factor, lse = row_totals(l, m, dropout, score.bias is not None)
     packed: tl.constexpr = lengths.offsets_q is not None
     index = number_index(b, h, first_q + i, heads_kv * GROUP, lengths.q, packed)
     index += split.to(tl.int64) * part_rows

@@ -18,9 +18,10 @@ from flashwire_kernels.fused.infinite import infinite_between
 from flashwire_kernels.fused.primitives import (
     INF,
     LN2,
-    LOG2E,
     alignment,
     described_tile,
+    exp_of,
+    in_units,
     keep_tile,
     load_rows,
     number_index,
@@ -41,10 +42,11 @@ from flashwire_kernels.validation import Problem
 def softmax_step(
     s, m, l, factor,
     GUARD: tl.constexpr, FOLD: tl.constexpr, WATCH: tl.constexpr, FLOATS: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of an online softmax: (p, correction of what came before, new m, new l).
 
-    m is the largest score of a row so far, in units of log2, and l the sum of p relative to it.
+    m is the largest score of a row so far, and l the sum of p relative to it.
     GUARD: rows may have seen nothing. WATCH: a product of -inf, which would vanish in exp2, makes l
     NaN. It is the least and, as an unsigned integer, the largest; times 0 others are 0. sm_90 finds
     the largest of three integers in one instruction, sm_100 the least of three FLOATS, too.
@@ -59,8 +61,8 @@ def softmax_step(
     if FOLD:
         p = tl.exp2(s * factor - base[:, None])
     else:
-        p = tl.exp2(s - base[:, None])
-    correction = tl.exp2(m - base)
+        p = exp_of(s - base[:, None], NATURAL)
+    correction = exp_of(m - base, NATURAL)
     l = l * correction + tl.sum(p, 1)
     if WATCH:
         if FLOATS:
@@ -124,8 +126,9 @@ def attend(
             product, score, window, b, h, i, cols[None, :], len_q, len_k, shift, EDGE, FOLD
         )
         p, correction, m, l = softmax_step(
-            s, m, l, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED), FLOATS
-        )
+            s, m, l, score.factor, EDGE or MASKED, FOLD, WATCH and not (EDGE or MASKED), FLOATS,
+            score.bias is not None,
+        )  # fmt: skip
         if dropout.key0 is not None:
             p = tl.where(keep_tile(dropout, b, h, i, start, M, N), p, 0.0)
         p = p.to(q[0].dtype)
@@ -204,13 +207,18 @@ def have_infinite(slices):
 
 
 @triton.jit
-def row_totals(l, m, dropout):
+def row_totals(l, m, dropout, NATURAL: tl.constexpr):
     """(what to multiply acc by, lse) of rows; 0 and -inf where nothing was seen."""
     nothing = l == 0
     factor = 1.0
     if dropout.key0 is not None:
         factor = dropout.factor
-    lse = tl.where(nothing, -INF, (m + tl.log2(tl.where(nothing, 1.0, l))) * LN2)
+    total = tl.log2(tl.where(nothing, 1.0, l))
+    if NATURAL:
+        lse = m + total * LN2
+    else:
+        lse = (m + total) * LN2
+    lse = tl.where(nothing, -INF, lse)
     return factor / tl.where(nothing, 1.0, l), lse
 
 
@@ -241,7 +249,7 @@ def forward_kernel(
     sink = -INF
     if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32)
-    m = tl.zeros([M], tl.float32) + sink * LOG2E
+    m = tl.zeros([M], tl.float32) + in_units(sink, score.bias is not None)
     l = tl.where(m == -INF, 0.0, 1.0)
     acc, l, m = attend_range(
         query_slices(q_pointers, q.dim, wanted, DIM),
@@ -251,7 +259,7 @@ def forward_kernel(
         score, window, dropout, lengths, heads_per_row // GROUP,
         FOLD, FLOATS, PRECISION, M, N, EDGE_N, DIM, DIM_V, WIDTH, WIDTH_V,
     )  # fmt: skip
-    factor, row_lse = row_totals(l, m, dropout)
+    factor, row_lse = row_totals(l, m, dropout, score.bias is not None)
     index = number_index(
         b, h, first_q + rows, heads_per_row, lengths.q, lengths.offsets_q is not None
     )

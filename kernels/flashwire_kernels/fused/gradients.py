@@ -11,7 +11,8 @@ from flashwire_kernels.fused.call import UNSPECIALISED, Call
 from flashwire_kernels.fused.config import Config
 from flashwire_kernels.fused.primitives import (
     INF,
-    LOG2E,
+    exp_of,
+    in_units,
     load_rows,
     number_index,
     place,
@@ -56,8 +57,8 @@ def p_tile(
     product, lse, in_band, score, window, b, h, i, j, len_q, len_k, shift,
     EDGE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """(p, visible, steepness) of a tile of products q.k, like score_tile; lse is in units of log2,
-    and p 0 where hidden. in_band: what the band shows of an EDGE without mask and bias, or None.
+    """(p, visible, steepness) of a tile of products q.k, like score_tile; lse is in its units, and
+    p 0 where hidden. in_band: what the band shows of an EDGE without mask and bias, or None.
 
     A score need not be finite: where it is not, the row's lse is not either.
     """
@@ -68,7 +69,7 @@ def p_tile(
     if FOLD:
         p = tl.exp2(s * score.factor - lse)
     else:
-        p = tl.exp2(s - lse)
+        p = exp_of(s - lse, score.bias is not None)
     if MASKED:
         p = tl.where(visible, p, 0.0)
     elif in_band is not None:
@@ -119,10 +120,10 @@ def load_numbers(pointers, wanted):
 def delta_kernel(
     out, dout, lse, dlse, scaled_lse, delta, span, len_q, offsets_q,
     tile_list, tiles, heads, heads_per_row, heads_at_once,
-    M: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr,
+    NATURAL: tl.constexpr, M: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr,
 ):  # fmt: skip
     """delta = sum of dout * out, less dlse; 0 where lse is -inf and so depends on nothing.
-    scaled_lse is lse in units of log2.
+    scaled_lse is lse in the units of scores.
     """
     PACKED: tl.constexpr = offsets_q is not None
     b, h, tile = place(tile_list, tiles, heads, heads_per_row, heads_at_once, False)
@@ -139,7 +140,7 @@ def delta_kernel(
     row_lse = tl.load(lse + given, mask=wanted, other=-INF)
     total = tl.where(row_lse == -INF, 0.0, total)
     found = head_index(b, h, heads_per_row, span, PACKED) + first + rows
-    tl.store(scaled_lse + found, row_lse * LOG2E, mask=wanted)
+    tl.store(scaled_lse + found, in_units(row_lse, NATURAL), mask=wanted)
     tl.store(delta + found, total, mask=wanted)
 
 
@@ -167,7 +168,7 @@ def delta_call(
     found: tuple[torch.Tensor, torch.Tensor],
     config: Config,
 ) -> Call:
-    """Writes lse in units of log2, and delta, into `found` (row_numbers)."""
+    """Writes lse in the units of scores, and delta, into `found` (row_numbers)."""
     packed = problem.packed
     grid = args.query_grid(problem, config.m, out.device)
     len_q, _, offsets_q, _ = args.lengths(problem, out.device)
@@ -176,5 +177,8 @@ def delta_call(
         None if dlse is None else dlse.contiguous(), *found, found[0].shape[-1], len_q, offsets_q,
         *grid.arguments,
     )  # fmt: skip
-    constants = {"M": config.m, "DIM_V": problem.dim_v, "DIM_V_PAD": args.padded(problem.dim_v)}
+    constants = {
+        "NATURAL": problem.bias is not None, "M": config.m, "DIM_V": problem.dim_v,
+        "DIM_V_PAD": args.padded(problem.dim_v),
+    }  # fmt: skip
     return Call(delta_kernel, grid.programs, positional, constants, config)

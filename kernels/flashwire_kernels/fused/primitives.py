@@ -188,10 +188,28 @@ def pair_tile(t, b, h, i, j, inside, other):
 
 @triton.jit
 def slope_of(slopes, b, h):
-    """ALiBi's slope in units of log2; an infinite one is NaN."""
+    """ALiBi's slope; an infinite one is NaN."""
     pointers = slopes.ptr + b.to(tl.int64) * slopes.batch + h.to(tl.int64) * slopes.head
     slope = tl.load(pointers).to(tl.float32)
-    return tl.where(tl.abs(slope) == INF, float("nan"), slope) * LOG2E
+    return tl.where(tl.abs(slope) == INF, float("nan"), slope)
+
+
+@triton.jit
+def in_units(values, NATURAL: tl.constexpr):
+    """What counts in units of e, in those of scores: NATURAL, or of log2 (arguments.Score)."""
+    if NATURAL:
+        return values
+    else:
+        return values * LOG2E
+
+
+@triton.jit
+def exp_of(difference, NATURAL: tl.constexpr):
+    """exp of a difference of scores."""
+    if NATURAL:
+        return tl.exp2(difference * LOG2E)
+    else:
+        return tl.exp2(difference)
 
 
 @triton.jit
@@ -221,7 +239,8 @@ def score_tile(
 ):  # fmt: skip
     """(s, visible, steepness) of a tile of products q.k.
 
-    s is in units of log2, -inf where hidden; with FOLD it has yet to be multiplied by the factor.
+    s is in the units of `score`, -inf where hidden; with FOLD it has yet to be multiplied by the
+    factor.
     steepness is d s / d (product * scale); it and visible are 1 and True of a tile without softcap
     and without anything hidden. An unmasked tile of plain scores passes as it is, infinities
     included; so does any without GUARD.
@@ -239,7 +258,8 @@ def score_tile(
         steepness = 1 - t * t
         s = t * score.softcap
     if score.slopes is not None:
-        s = s - slope_of(score.slopes, b, h) * tl.abs(j - i - shift).to(tl.float32)
+        slope = in_units(slope_of(score.slopes, b, h), score.bias is not None)
+        s = s - slope * tl.abs(j - i - shift).to(tl.float32)
     inside = None
     if HIDES and (EDGE or GUARD):
         inside = (j < len_k) & (i < len_q)
@@ -253,7 +273,7 @@ def score_tile(
     if score.bias is not None:
         bias = pair_tile(score.bias, b, h, i, j, inside, 0.0).to(tl.float32)
         visible = visible & (bias != -INF)
-        s = s + bias * LOG2E
+        s = s + bias
     if GUARD and HIDES:
         s = tl.where(visible, s, -INF)
     return s, visible, steepness

@@ -19,9 +19,10 @@ from flashwire_kernels.fused.gradients import (
 )
 from flashwire_kernels.fused.primitives import (
     INF,
-    LOG2E,
     alignment,
     contiguous_rows,
+    exp_of,
+    in_units,
     keep_tile,
     load_rows,
     number_index,
@@ -163,7 +164,8 @@ def queries_kernel(
         # A row that sees nothing has an out of 0, whatever its dout holds.
         upstream = tl.where(saw, -row_delta, own)
         row_lse = load_numbers(lse + at, wanted)
-        p_sink = tl.exp2(tl.load(sinks + h).to(tl.float32) * LOG2E - row_lse)
+        sink = in_units(tl.load(sinks + h).to(tl.float32), score.bias is not None)
+        p_sink = exp_of(sink - row_lse, score.bias is not None)
         terms = tl.where(row_lse == -INF, 0.0, p_sink * upstream)
         tl.store(sink_terms + index, terms, mask=wanted)
 

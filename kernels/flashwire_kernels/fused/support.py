@@ -41,16 +41,21 @@ def reasons(problem: Problem, device: str) -> list[str]:
 
 
 def _programs(problem: Problem) -> int:
-    """What no launch has more of: tiles of query heads or key heads, rows of queries that share out
-    their keys.
+    """What no launch has more of: tiles of query heads or key heads; of few queries, their rows and
+    the parts of their keys, as many of every sequence as of the longest.
     """
-    return sum(
+    tiles = sum(
         count * max(
-            problem.heads_q * max(-(-len_q // _LEAST_TILE), min(len_q, MAX_DECODE_ROWS)),
+            problem.heads_q * -(-len_q // _LEAST_TILE),
             problem.heads_kv * -(-len_k // _LEAST_TILE),
         )
         for (len_q, len_k), count in problem.lengths.items()
     )  # fmt: skip
+    if problem.len_q * problem.group > MAX_DECODE_ROWS:
+        return tiles
+    parts = -(-problem.len_k // min(decode_splits()))
+    shared = max(problem.heads_q * problem.len_q, problem.heads_kv * parts)
+    return max(tiles, problem.batch * shared)
 
 
 def way(problem: Problem) -> tuple[int, ...]:

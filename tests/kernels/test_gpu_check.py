@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 from flashwire_kernels.check import compare
-from gpu import place, report, results, runner
+from flashwire_kernels.fused import backend, config
+from flashwire_kernels.tensors import Inputs
+from flashwire_kernels.testing import make, resolve_tensors
+from gpu import cases, conformance, place, report, results, runner
 from gpu.items import ERROR, FAIL, MISSED, PASS, SKIPPED
 from gpu.runner import Order
 
@@ -157,6 +161,24 @@ def test_a_gpu_is_timed_from_an_empty_cache_once_all_is_asked_for():
         "wait",
     ]
     assert done[1] >= 2e6  # cycles, of at most 2 GHz: longer than the host takes
+
+
+@pytest.mark.parametrize("placed", [conformance._shifted, conformance._rows_apart])
+@pytest.mark.parametrize("case", cases.repeated(small=False), ids=str)
+def test_what_must_have_equal_bits_runs_in_equal_tiles(case, placed, monkeypatch):
+    """On a GPU: an interpreter has the same tiles for all."""
+    monkeypatch.setattr(backend, "_arch", lambda device: "sm_90")
+    call = make(replace(case, len_q=min(case.len_q, 24), len_k=min(case.len_k, 24)))
+    problem = resolve_tensors(call.spec, call.tensors)
+
+    def tiles(call):
+        x = Inputs(**{n: t for n, t in call.tensors.items() if not n.startswith("cu_")})
+        return [backend._config(kind, problem, x) for kind in config.PASSES]
+
+    elsewhere = conformance._placed(call, placed)
+    assert tiles(elsewhere) == tiles(call)
+    for name, t in elsewhere.tensors.items():
+        torch.testing.assert_close(t, call.tensors[name], rtol=0, atol=0, equal_nan=True)
 
 
 def test_results_that_are_off_fail():

@@ -141,7 +141,7 @@ class Settings:
     reuse_bytes: int = _setting(
         256 * 2**20,
         parse.size(0),
-        "bytes of memory that a process keeps a minute for the next large bodies, or replies",
+        "bytes of memory that an HTTP process keeps a minute for the next large bodies",
         _BYTES,
     )
     shared_memory_bytes: int = _setting(

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 import httpx
-import msgpack
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal  # np.testing loads in no thread
@@ -56,46 +55,6 @@ def test_s19_what_is_saved_stays_its_owners(url: str) -> None:
     assert not faults
     assert seen["used"]
     assert seen["used"] + seen["gone"] == THREADS * ROUNDS
-
-
-def test_large_replies_are_each_callers_own(url: str) -> None:
-    """The memory that they are written in is used again, also after callers who left."""
-    faults: list[str] = []
-
-    def ask(number: int) -> None:
-        rng = np.random.default_rng(number)
-        try:
-            with Client(url, api_key=KEYS[number % 2]) as client:
-                for turn in range(25):
-                    rows, width = int(rng.integers(1, 300)), int(rng.integers(64, 1024))
-                    q, k = np.zeros((rows, 8), np.float32), np.zeros((3, 8), np.float32)
-                    v = np.full((3, width), number + turn / 64, np.float32)
-                    if turn % 5 == 4:
-                        leave(url, KEYS[number % 2], rows)
-                    out = client.attention(q, k, v).out
-                    assert out.shape == (rows, width)
-                    assert (out == v[0, 0]).all()
-        except Exception as exc:
-            faults.append(f"{number}: {exc!r}")
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
-
-
-def leave(url: str, key: str, rows: int) -> None:
-    """Ask for a large reply, and read only its beginning."""
-    tensor = {"dtype": "float32", "shape": [rows, 1], "data": bytes(4 * rows)}
-    v = {"dtype": "float32", "shape": [1, 4096], "data": bytes(4 * 4096)}
-    one = {"dtype": "float32", "shape": [1, 1], "data": bytes(4)}
-    body = msgpack.packb({"q": tensor, "k": one, "v": v})
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/msgpack"}
-    with httpx.stream("POST", f"{url}/attention", content=body, headers=headers) as reply:
-        assert reply.status_code == 200
-        next(reply.iter_raw(10))
 
 
 def save_use_and_release(client: Client, key: str) -> str:

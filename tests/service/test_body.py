@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from flashwire import wire
 from flashwire_service.errors import Refusal
 from flashwire_service.front import body
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.front.uploads import Uploads
-from flashwire_service.ipc.buffers import Buffers
 from flashwire_service.settings import Settings
 
 # A message whose q has 2**20 elements, up to its payload.

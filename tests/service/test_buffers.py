@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from flashwire_service.ipc import buffers
-from flashwire_service.ipc.buffers import Buffers
+from flashwire_service.front import buffers
+from flashwire_service.front.buffers import Buffers
 
 MIB = 2**20
 

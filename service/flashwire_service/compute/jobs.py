@@ -30,7 +30,6 @@ from flashwire_service.compute.options import OF_BACKWARD, backend_of, spec_of, 
 from flashwire_service.compute.residuals import Residuals, Saved
 from flashwire_service.compute.room import Room, forward_bytes, total_bytes
 from flashwire_service.compute.threads import Threads
-from flashwire_service.compute.written import Written
 from flashwire_service.ipc.frames import Failure, Job, Reply
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.logs import Log
@@ -42,15 +41,11 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Answer:
-    """What goes back to the front end. `close` it once it is sent.
-
-    again   whether its memory is to be used again, once the front end is done with it
-    """
+    """What goes back to the front end. `close` it once it is sent."""
 
     frame: Reply | Failure
     memory: Memory | None = None
     residual: str | None = None
-    again: bool = False
 
     @property
     def fd(self) -> int | None:
@@ -82,9 +77,7 @@ class Jobs:
         worker: int,
         log: Log,
         meter: Meter | None = None,
-        written: Written | None = None,
     ) -> None:
-        self._written = written or Written(0)
         self._device = device
         self._log = log
         self._meter = meter or Meter()
@@ -99,23 +92,13 @@ class Jobs:
         self._threads = Threads()
 
     def sweep(self) -> None:
-        """Free residuals whose time is up, and memory that nobody uses."""
+        """Free residuals whose time is up."""
         self._residuals.sweep()
-        self._written.sweep()
 
     def discard(self, ticket: Ticket, answer: Answer) -> None:
         """Nobody waits for this answer, so nobody will ever know its residual."""
-        if answer.again and answer.memory is not None:
-            self._written.give_back(answer.memory)
-            answer.memory = None
         if answer.residual is not None:
             self._residuals.release(answer.residual, ticket.job.owner)
-
-    def sent(self, ticket: Ticket, answer: Answer) -> None:
-        """This answer is on its way."""
-        if answer.again and answer.memory is not None:
-            self._written.lend(ticket.channel, ticket.job.id, answer.memory)
-            answer.memory = None
 
     def measure(self) -> None:
         """Show what is held, and the memory of a GPU."""
@@ -293,8 +276,7 @@ class Jobs:
                 total_ms = queue_ms + compute_ms
                 timings = {"queue": queue_ms, "compute": compute_ms, "total": total_ms}
                 values["meta"] = {**outcome.meta, "timings_ms": timings}
-            take = Memory.create if job.fresh else self._written.take
-            body = replies.encode(job.accept, values, outcome.tensors, take)
+            body = replies.encode(job.accept, values, outcome.tensors)
             self._meter.observe(meters.TRANSFER, time.monotonic() - now, "out")
         except BaseException:
             if outcome.residual is not None:
@@ -314,7 +296,7 @@ class Jobs:
             compute_ms=compute_ms,
             started=started,
         )
-        return Answer(frame, body.memory, outcome.residual, again=not job.fresh)
+        return Answer(frame, body.memory, outcome.residual)
 
     def _meta(self, ran: Forward | Backward, spec: AttentionSpec) -> dict[str, Any]:
         return {

@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable
 
 from flashwire_service.compute.intake import Intake, Ticket
-from flashwire_service.compute.written import Written
 from flashwire_service.errors import EXHAUSTED, is_exhaustion
 from flashwire_service.ipc.channel import Channel, ChannelClosed
 from flashwire_service.ipc.frames import (
     Attach,
     Cancel,
-    Done,
     Drain,
     Failure,
     Frame,
@@ -41,17 +39,9 @@ class Links:
     """The channels to the front ends, and the control channel, which is also the lifeline."""
 
     def __init__(
-        self,
-        control: Channel,
-        intake: Intake,
-        hello: Hello,
-        page: int | None = None,
-        written: Written | None = None,
+        self, control: Channel, intake: Intake, hello: Hello, page: int | None = None
     ) -> None:
-        """`page` is the descriptor of the heartbeat, which goes with each Hello; `written` the
-        memory that front ends are lent.
-        """
-        self._written = written or Written(0)
+        """`page` is the descriptor of the heartbeat, which goes with each Hello."""
         self._control = control
         self._intake = intake
         self._hello = hello
@@ -165,8 +155,6 @@ class Links:
     def _take(self, channel: Channel, frame: Frame, fd: int | None) -> None:
         if isinstance(frame, Job):
             self._admit(channel, frame, fd)
-        elif isinstance(frame, Done):
-            self._written.returned(channel, frame.id)
         elif isinstance(frame, Cancel):
             self._intake.cancel(channel, frame.id)
         elif isinstance(frame, Attach) and fd is not None:
@@ -204,7 +192,6 @@ class Links:
         self._fronts = {peer: c for peer, c in self._fronts.items() if c is not channel}
         self._selector.unregister(channel)
         self._intake.drop_channel(channel)
-        self._written.lose(channel)
         channel.close()
 
     def _watch_outboxes(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,44 +31,28 @@ class Body:
 
 
 def encode(
-    accept: str,
-    values: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor | None],
-    take: Callable[[int], Memory] = Memory.create,
+    accept: str, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor | None]
 ) -> Body:
-    """A reply of plain values and tensors (None: absent) in the form that the caller accepts; where
-    it is large, in memory of at least its size, which `take` gives.
-    """
+    """A reply of plain values and tensors (None: absent) in the form that the caller accepts."""
     present = {name: t for name, t in tensors.items() if t is not None}
     if accept == "json":
-        return _body(_json(values, present), take)
+        return _body(_json(values, present))
     headers = {name: wire.Header(NAMES[t.dtype], tuple(t.shape)) for name, t in present.items()}
     layout = wire.lay_out(values, headers)
-    return _body(layout.buffers({name: bytes_of(t) for name, t in present.items()}), take)
+    return _body(layout.buffers({name: bytes_of(t) for name, t in present.items()}))
 
 
-def _body(pieces: list[wire.Buffer], take: Callable[[int], Memory]) -> Body:
+def _body(pieces: list[wire.Buffer]) -> Body:
     size = sum(len(piece) for piece in pieces)
     if size <= MAX_INLINE:
         return Body(size, inline=b"".join(pieces))
-    memory = take(size)
+    memory = Memory.create()
     try:
-        if memory.mapped:  # it was used before: its pages are there
-            _copy(pieces, memory.view)
-        else:
-            memory.write(pieces)
+        memory.write(pieces)
     except BaseException:
         memory.close()
         raise
     return Body(size, memory=memory)
-
-
-def _copy(pieces: list[wire.Buffer], target: memoryview) -> None:
-    at = 0
-    for piece in pieces:
-        data = memoryview(piece).cast("B")
-        target[at : at + len(data)] = data
-        at += len(data)
 
 
 def _json(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[wire.Buffer]:

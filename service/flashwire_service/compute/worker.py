@@ -21,7 +21,6 @@ from flashwire_service import meter as meters
 from flashwire_service.compute.intake import Intake, Ticket
 from flashwire_service.compute.lines import Load
 from flashwire_service.compute.links import Links
-from flashwire_service.compute.written import Written
 from flashwire_service.ipc.frames import Failure, Hello, Ready
 from flashwire_service.ipc.heartbeat import BEAT_S, Heartbeat
 from flashwire_service.logs import Log
@@ -68,15 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     from flashwire_service.compute.proving import Proving
 
     proving = Proving(chosen, adopted.settings.prove_s, heartbeat, log)
+    jobs = Jobs(chosen, adopted.settings, adopted.index, log, meter)
     own = adopted.settings
-    written = Written(own.reuse_bytes)
-    jobs = Jobs(chosen, own, adopted.index, log, meter, written)
     intake = Intake(
         own.queue_requests, own.queue_bytes, own.queue_device_bytes,
         watch=_queue_gauges(meter, str(adopted.index)),
     )  # fmt: skip
     hello = Hello(worker=adopted.index, pid=os.getpid(), facts=facts)
-    links = Links(adopted.control, intake, hello, page, written)
+    links = Links(adopted.control, intake, hello, page)
     heartbeat.idle()
     adopted.control.send(Ready(facts=facts))
     gc.freeze()  # what was imported stays: collections need not look at it again
@@ -196,8 +194,6 @@ def _send(links: Links, jobs: Jobs, ticket: Ticket, answer: Answer) -> None:
     try:
         if ticket.abandoned or not links.answer(ticket, answer.frame, answer.fd):
             jobs.discard(ticket, answer)
-        else:
-            jobs.sent(ticket, answer)
     finally:
         answer.close()
 

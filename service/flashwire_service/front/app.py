@@ -33,6 +33,7 @@ from flashwire_service.front import (
     schemas,
 )
 from flashwire_service.front.access import Caller, Needs
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.front.edge import Edge
 from flashwire_service.front.incoming import KEY as INCOMING
 from flashwire_service.front.incoming import Incoming
@@ -41,10 +42,9 @@ from flashwire_service.front.lane import Lane
 from flashwire_service.front.lent import Lent
 from flashwire_service.front.message import Message
 from flashwire_service.front.pool import Answer, Work, Workers
-from flashwire_service.front.replies import FROM_MEMORY, MemoryResponse
+from flashwire_service.front.replies import MemoryResponse
 from flashwire_service.front.routes import ComputeRoute
 from flashwire_service.front.uploads import Uploads
-from flashwire_service.ipc.buffers import Buffers
 from flashwire_service.keys import RIGHTS
 from flashwire_service.logs import Log
 from flashwire_service.settings import Settings
@@ -110,7 +110,6 @@ class Front:
                 route, message, problem, asked, facts.get("device", "cpu")
             ),
             accept=accepted(request),
-            fresh=FROM_MEMORY in request.scope.get("extensions", {}),
             timeout_s=timeout_s(request, limits),
         )
         answer = await _while_connected(request, self.pool.run(work, worker))
@@ -391,7 +390,7 @@ async def _disconnected(request: Request) -> None:
 def _reply(request: Request, answer: Answer) -> Response:
     media_type = body.JSON if accepted(request) == "json" else wire.MEDIA_TYPE
     if answer.memory is not None:
-        return MemoryResponse(answer.memory, answer.reply.size, media_type, answer.done)
+        return MemoryResponse(answer.memory, answer.reply.size, media_type)
     return Response(answer.reply.body, media_type=media_type)
 
 

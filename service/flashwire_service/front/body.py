@@ -17,10 +17,10 @@ from starlette.requests import Request
 from flashwire import wire
 from flashwire_service.errors import Refusal
 from flashwire_service.front import incoming, json_codec
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.front.lent import Lent
 from flashwire_service.front.message import Message, quoted
 from flashwire_service.front.uploads import Upload, Uploads
-from flashwire_service.ipc.buffers import Buffers
 from flashwire_service.ipc.channel import MAX_INLINE
 from flashwire_service.ipc.memory import Memory
 from flashwire_service.settings import Settings

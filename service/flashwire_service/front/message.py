@@ -7,7 +7,7 @@ from typing import Any
 
 from flashwire.wire import TensorRef
 from flashwire_kernels.types import TensorHeader
-from flashwire_service.ipc.buffers import Buffers
+from flashwire_service.front.buffers import Buffers
 from flashwire_service.ipc.memory import Memory
 
 _JSON_NAMES = {

@@ -20,7 +20,6 @@ from flashwire_service.ipc.frames import (
     Acquit,
     Attach,
     Cancel,
-    Done,
     Drain,
     Failure,
     Frame,
@@ -53,21 +52,16 @@ class Work:
     max_residual_bytes: int | None = None
     device_bytes: int = 0
     accept: str = "msgpack"
-    fresh: bool = False
     timeout_s: float
 
 
 @dataclass(slots=True)
 class Answer:
-    """A good reply: its frame and, when the body did not fit in it, the memory that holds it.
-
-    done   to be called once nobody reads that memory any more, if that is ever known
-    """
+    """A good reply: its frame and, when the body did not fit in it, the memory that holds it."""
 
     reply: Reply
     memory: Memory | None
     worker: int
-    done: Callable[[], None] = lambda: None
 
 
 class Workers(Protocol):
@@ -303,7 +297,6 @@ class Pool:
             device_bytes=work.device_bytes,
             accept=work.accept,
             alone=alone,
-            fresh=work.fresh,
             received=time.monotonic(),
             deadline=deadline,
         )
@@ -348,18 +341,13 @@ class Pool:
             if not is_exhaustion(exc):
                 raise
             memory = None
-
-        def done() -> None:
-            _tell(worker, Done(id=reply.id))
-
         if future is None:
             if memory is not None:
                 memory.close()
-                done()
         elif memory is None and reply.body is None and reply.size:
             future.set_exception(Refusal("queue_full", EXHAUSTED))
         else:
-            future.set_result(Answer(reply, memory, worker.index, done))
+            future.set_result(Answer(reply, memory, worker.index))
 
     def _lose(self, worker: _Worker) -> None:
         """A worker has ended: whoever waits for it is told so."""
@@ -399,10 +387,9 @@ def _give_up(worker: _Worker, job: Job, work: Work, future: asyncio.Future[Answe
     was answered in this very moment, the memory of its reply is let go.
     """
     if future.done() and not future.cancelled() and future.exception() is None:
-        answer = future.result()
-        if answer.memory is not None:
-            answer.memory.close()
-            answer.done()
+        memory = future.result().memory
+        if memory is not None:
+            memory.close()
     _tell(worker, Cancel(id=job.id))
     if job.id in worker.computing:
         with contextlib.suppress(OSError):  # no mapping to be had: its death would go unexplained

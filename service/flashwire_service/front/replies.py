@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.responses import Response
@@ -12,21 +12,15 @@ from starlette.types import Receive, Send
 from flashwire_service.ipc.memory import Memory
 
 _CHUNK = 2**20
-_COPIED = 2**17  # at the end: more than a transport may hold of what it was given
 FROM_MEMORY = "http.response.zerocopysend"  # the ASGI extension, with all of a body in one event
 
 
 class MemoryResponse(Response):
-    """`size` bytes of memory as a body, chunk by chunk. Closes the memory, and calls `done` when
-    nobody reads there any more; it may not be known.
-    """
+    """`size` bytes of memory as a body, chunk by chunk. Closes the memory."""
 
-    def __init__(
-        self, memory: Memory, size: int, media_type: str, done: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, memory: Memory, size: int, media_type: str) -> None:
         self._memory = memory
         self._size = size
-        self._done = done
         super().__init__(None, media_type=media_type)
         self.headers["content-length"] = str(size)
 
@@ -39,20 +33,15 @@ class MemoryResponse(Response):
             view = self._memory.view
             self._memory.forget_fd()  # the mapping has one
             await self._begin(send)
-            await self._send_body(view, send)
+            # Transports may hold pieces of it for longer than this: the mapping goes with the last.
+            for start in range(0, self._size, _CHUNK):
+                end = min(start + _CHUNK, self._size)
+                more = end < self._size
+                piece = view[start:end]
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                await asyncio.sleep(0)  # a fast reader must not keep the loop from others
         finally:
-            # A transport may hold pieces for longer: then the mapping goes with the last of them.
-            if self._memory.let_go():
-                self._done()
-
-    async def _send_body(self, view: memoryview, send: Send) -> None:
-        copied = max(0, self._size - _COPIED)
-        for start in range(0, copied, _CHUNK):
-            piece = view[start : min(start + _CHUNK, copied)]
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)  # a fast reader must not keep the loop from others
-        last = bytes(view[copied : self._size])
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            self._memory.close()
 
     async def _begin(self, send: Send) -> None:
         await send(

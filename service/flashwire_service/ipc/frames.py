@@ -36,7 +36,6 @@ class Job:
     device_bytes
               memory that computing it is estimated to need: inputs, results and what lies between
     alone     to be computed with no other: one of those whose computing ended a worker
-    fresh     the caller will keep the reply's memory: it must be no other's before or after
     """
 
     kind: ClassVar[str] = "job"
@@ -52,7 +51,6 @@ class Job:
     device_bytes: int = 0
     accept: str = "msgpack"
     alone: bool = False
-    fresh: bool = False
     received: float = 0.0
     deadline: float = 0.0
 
@@ -62,14 +60,6 @@ class Cancel:
     """The caller of this job has left, or its deadline has passed: drop it, or drop its reply."""
 
     kind: ClassVar[str] = "cancel"
-    id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """Nobody reads the memory of this job's reply any more."""
-
-    kind: ClassVar[str] = "done"
     id: int
 
 
@@ -221,7 +211,7 @@ class State:
 
 
 Frame = (
-    Job | Cancel | Done | Hello | Reply | Failure
+    Job | Cancel | Hello | Reply | Failure
     | Start | Share | Listen | Ready | Attach | Reload | Drain | Suspect | Acquit | State
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {t.kind: t for t in get_args(Frame)}

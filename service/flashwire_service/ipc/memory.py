@@ -128,23 +128,6 @@ class Memory:
             os.ftruncate(self.fd, size)
             self._resized(size)
 
-    @property
-    def mapped(self) -> bool:
-        return self._map is not None
-
-    def let_go(self) -> bool:
-        """Close it. Whether nobody holds a slice of the view any more."""
-        view, mapping = self._view, self._map
-        self.close()
-        if mapping is None or view is None:
-            return True
-        view.release()
-        try:
-            mapping.close()
-        except BufferError:
-            return False
-        return True
-
     def close(self) -> None:
         """Give up the descriptor and the mapping. Harmless when repeated."""
         self._unmap()

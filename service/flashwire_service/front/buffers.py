@@ -1,4 +1,4 @@
-"""Shared memory that bodies are received in, or replies written in, used again and again.
+"""Shared memory that bodies are received in, used again and again.
 
 Fresh pages cost more than what is written into them: each is zeroed and mapped, fault by fault.
 """
@@ -24,7 +24,7 @@ class _Free:
 
 
 class Buffers:
-    """Keeps at most `limit` bytes, of MOST memories, for a minute. For one thread at a time."""
+    """Keeps at most `limit` bytes, of MOST memories, for a minute. For one event loop only."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -46,10 +46,17 @@ class Lines:
             self._lines.append(line)
             self._bytes += len(line)
             if not self._started:
-                self._started = True
-                threading.Thread(target=self._write, name="log", daemon=True).start()
-                atexit.register(self.flush)
+                self._started = self._start()
             self._changed.notify_all()
+        return True
+
+    def _start(self) -> bool:
+        """False when there is no memory for a thread: the next line tries again."""
+        try:
+            threading.Thread(target=self._write, name="log", daemon=True).start()
+        except RuntimeError:
+            return False
+        atexit.register(self.flush)
         return True
 
     def flush(self, timeout: float = _FLUSH_S) -> None:

@@ -141,3 +141,21 @@ def test_a_service_whose_log_nobody_reads_serves_and_ends(pipe: Pipe) -> None:
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
+
+
+def test_no_memory_for_the_writing_thread_is_nobodys_error(monkeypatch):
+    """Who logs may be computing: the line waits, and the next one tries again."""
+    read, write = os.pipe()
+    lines = Lines(write)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert lines.put(b"one\n")
+    assert lines.put(b"two\n")
+    lines.flush(10)
+    assert os.read(read, 100) == b"one\ntwo\n"
+    os.close(read)
+    os.close(write)
